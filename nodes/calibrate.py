@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ..precision.base.message import Message, joined
-from ..precision.report.result import CALIBRATED, Result
+from ..precision.report.result import CALIBRATED, TO_SAVE, Result
 from .host.load.files import output_path
 from .host.study import calibrate as host
 from .host.study.sampling import Inputs
@@ -50,7 +50,7 @@ class Calibrate(io.ComfyNode):
         if path:
             found.save(path)
             text = joined([text, Message("Saved to {0}.", name)], "\n")
-        result = Result(Message(CALIBRATED, layers=len(found.layers)), text=text)
+        result = Result(joined([Message(CALIBRATED, layers=len(found.layers)), TO_SAVE]), text=text)
         return io.NodeOutput(found, text, ui=result.ui())
 
 

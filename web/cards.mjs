@@ -7,7 +7,7 @@ import { locatorOf } from "./page.mjs";
 import { adviceLine } from "./panel.mjs";
 import { causes, culpritOf } from "./run.mjs";
 import { saidIn } from "./toasts.mjs";
-import { firstSentence, partsOf, said, sizeText, t } from "./words.mjs";
+import { partsOf, said, sentencesOf, sizeText, t, together } from "./words.mjs";
 
 /**
  * @typedef {import("./page.mjs").Page} Page
@@ -24,21 +24,15 @@ const TOOLS = ["HalfsafeMeasurePrecisions", "HalfsafeAnalyzeLayers", "HalfsafeCa
 const STOPS = 0, FAILED = 1, ASKED = 2, FOUND = 3, NOTED = 4;
 /** The rank of a card that is shown only without any other. */
 export const QUIET = 5;
-/** The most words of a headline. A longer text is cut after its first sentence, or moves behind *Why*. */
+/** The most words of an error that are drawn large: it names tensors and paths of any length, or is another program's. A longer one is behind *Why*. */
 const MOST_WORDS = 14;
-/** The values of a sentence on measured speeds: the setting, how much faster, than what, and on which cards. */
-const FIGURES = 4;
-/** What a speed is told beside. */
-const PLAIN = "16 bit";
-/** The most words of a result's second sentence that its card shows: "20 layers in int8 were quantized again, ...". */
-const MOST_OF_LINE = 20;
 
 /** The cards of the open tab's last run, the main one first. @param {Page} page @returns {RunCard[]} */
 export function cardsOf(page) {
   const { run, refused } = page;
   if (refused) {
-    const [line, more] = shown(refused.message);
-    return [{ rank: STOPS, ids: [], headline: t("The run did not start"), tone: "bad", line, why: filled(more, refused.advice) }];
+    const [line, more] = fitting(refused.message);
+    return [{ rank: STOPS, ids: [], headline: t("The run did not start"), tone: "bad", line, why: filled(more, together(refused.advice)) }];
   }
   const missing = missingCards(page);
   if (!run) return missing;
@@ -74,10 +68,9 @@ function hasLost({ events }) {
   return events.some(({ event }) => event && !event.recovered && event.kind !== "drift");
 }
 
-/** The first sentence of a text where it is short, else nothing, and the rest. @param {string} text @param {number} [most] words @returns {[string, string]} */
-function shown(text, most = MOST_WORDS) {
-  const first = firstSentence(text);
-  return countOf(first) <= most ? [first, text.slice(first.length).trim()] : ["", text];
+/** The first sentence of an error where it has room, else nothing, and the rest. @param {string[]} parts @returns {string[]} */
+function fitting([first, rest]) {
+  return countOf(first) <= MOST_WORDS ? [first, rest] : ["", together([first, rest])];
 }
 
 /** How many words a text has; in Chinese two characters are one. @param {string} text */
@@ -89,10 +82,11 @@ function countOf(text) {
 /** @param {Page} page @param {Run} run @returns {RunCard[]} */
 function errorCards(page, { error }) {
   if (!error || error.guard) return [];
-  const { node, memory = "" } = error;
+  const { node, memory } = error;
   const isLeft = memory && page.acts.halve.undo; // what can be pressed is done
-  const [headline, more] = shown(memory || error.message), [line, advice] = isLeft ? [t("Halved already: fewer pixels, frames or images need less."), error.advice] : memory ? ["", error.advice] : shown(error.advice);
-  return [{ rank: FAILED, ids: [node], tone: "bad", headline: headline || t("The run stopped"), line, why: filled(more, memory && error.message, advice) }];
+  const [headline, more = ""] = memory ?? fitting(error.message), all = together(error.advice);
+  const [line, advice] = isLeft ? [t("Halved already: fewer pixels, frames or images need less."), all] : memory ? ["", all] : fitting(error.advice);
+  return [{ rank: FAILED, ids: [node], tone: "bad", headline: headline || t("The run stopped"), line, why: filled(more, memory ? together(error.message) : "", advice) }];
 }
 
 /** @param {...string} texts */
@@ -144,18 +138,11 @@ function halvedCard(page, run) {
   const saves = halved.some(([, { tone }]) => tone === "good");
   const headline = saves ? fromTo(before, after) : t("{size}, no smaller", { size: sizeText(after) });
   const bar = saves ? { before: Math.max(before, after), stored } : null;
-  const ids = halved.map(([id]) => id), faster = stored.int8 && page.device?.int8_gains ? speedsOf("int8", page.device.sentence) : "";
+  const ids = halved.map(([id]) => id), faster = stored.int8 && page.device?.int8_gains ? said(page.device.speed) : "";
   return [{
     rank: ASKED, ids, tone: saves ? "good" : "warn", headline, line: faster, bar, why: halved.map(([, { sentence }]) => said(sentence)),
     when: run.computed ? "" : whenOf(run, ...ids), isCached: ids.every((id) => run.cached.has(id)), // the loaded models that it is of are those of this run
   }];
-}
-
-/** The speeds of a storage that a text of the server has, in a line; empty where there are none beside 16 bit. @param {string} storage @param {string} text @returns {string} */
-function speedsOf(storage, text) {
-  const values = Object.values(partsOf(text)).map(String), [setting, times, to, cards] = values;
-  if (values.length === FIGURES && setting === storage && to === PLAIN) return t("{storage}: {times} times 16 bit's speed ({cards})", { storage, times, cards: said(cards) });
-  return values.map((part) => speedsOf(storage, part)).find(Boolean) ?? "";
 }
 
 /** "236 -> 155 MiB", or each with its unit where these differ. @param {number} before @param {number} after */
@@ -167,13 +154,10 @@ function fromTo(before, after) {
 
 /** Results that are sentences. @param {Page} page @param {Run} run @returns {RunCard[]} */
 function resultCards(page, run) {
-  return resultsOf(page, run).filter(([, { sizes, best, use }]) => (!sizes || use) && !best?.length).map(([id, { sentence, tone, use, sizes }]) => {
-    const offered = use && sizes ? t("{storage} would take {size}", { storage: use.storage, size: sizeText(sizes[1]) }) : "";
-    const [headline, more] = offered ? [offered, said(sentence)] : shown(said(sentence));
-    const [line, rest] = offered || !headline ? ["", more] : shown(more, MOST_OF_LINE);
+  return resultsOf(page, run).filter(([, { sizes, best, use }]) => (!sizes || use) && !best?.length).map(([id, { sentence, tone, use, sizes, speed }]) => {
+    const [headline, line, rest] = use && sizes ? [t("{storage} would take {size}", { storage: use.storage, size: sizeText(sizes[1]) }), said(speed), said(sentence)] : sentencesOf(sentence, 2);
     const choices = use ? [{ name: t("Use this"), act: () => page.use(page.nodeById(id), use) }] : [];
-    const figures = offered ? speedsOf(use?.storage ?? "", sentence) : line;
-    return { rank: FOUND, ids: [id], tone, headline: headline || page.titleOf(id), line: figures, choices, why: filled(rest), when: whenOf(run, id), isCached: run.cached.has(id) };
+    return { rank: FOUND, ids: [id], tone, headline, line, choices, why: filled(rest), when: whenOf(run, id), isCached: run.cached.has(id) };
   });
 }
 
@@ -204,11 +188,6 @@ function beforeAndAfter(page, before) {
   return pair;
 }
 
-/** What to do about a verdict whose advice is long, in one line; all of it is behind *Why*. @returns {Record<string, string>} */
-const cures = () => ({
-  bad_input: t("Check the node that made it."), not_precision: t("Try another sampler, more steps or a lower cfg."), device_fault: t("Try another driver or torch."),
-});
-
 /** The button that sets a guard from report to retry_higher; without a widget to set, a line that says so; neither if that would not help. @param {Page} page @param {string} id @param {string} advice @returns {Pick<RunCard, "line" | "choices">} */
 function repairOf(page, id, advice) {
   const { switch: name } = partsOf(advice), act = page.repairBy(id);
@@ -221,27 +200,33 @@ function guardCard(page, id, guard, also) {
   const events = guard.events.map(({ event }) => event).filter((event) => event !== null);
   const [first] = guard.events, advice = guard.advice || (first?.advice ?? "");
   const verdict = verdictOf(guard.verdict, events);
-  const { culprit, cure } = culpritOf({ ...guard, advice, event: first?.event });
+  const { culprit, cure, line: short } = culpritOf({ ...guard, advice, line: guard.advice ? guard.line : first?.line, event: first?.event });
   const repeated = events.filter(({ recovered, kind }) => recovered && kind !== "drift");
   const text = said(guard.brief);
   const lines = el("div", { class: "hs-events" }, ...firstOf(guard.events.map((event) => adviceLine(event, advice))));
   const repair = verdict === "stopped" ? repairOf(page, id, advice) : {};
-  const [line, more] = cure && verdict !== "recovered" && verdict !== "clean" && !repair.line && !repair.choices ? shown(cure) : ["", cure];
+  const line = verdict === "recovered" || verdict === "clean" || repair.line || repair.choices ? "" : short;
+  const more = line && line === cure[0] ? cure[1] : together(cure);
   const why = [...filled(guard.events.some(({ brief }) => brief === guard.brief) ? "" : text, more), lines, ...filled(also)];
   const steps = new Set(repeated.map(({ step }) => step)).size;
   if (verdict === "recovered") return { ids: [id], tone: "good", headline: t("Black image prevented"), line: steps === 1 ? t("1 step was repeated.") : t("{count} steps were repeated.", { count: steps }), why };
   const headline = culprit || causes()[/** @type {keyof ReturnType<typeof causes>} */ (verdict)] || (verdict === "clean" ? t("No NaN left") : verdictText(verdict));
-  return { ids: [id], tone: verdict === "clean" ? "good" : verdict === "drift" ? "warn" : "bad", headline, line: line || cures()[verdict] || "", why, ...repair };
+  return { ids: [id], tone: verdict === "clean" ? "good" : verdict === "drift" ? "warn" : "bad", headline, line, why, ...repair };
 }
 
 /** The card of a run whose picture was cured without a repeat, with the reason that none was needed. @param {Run} run @param {string} headline @param {import("./pictures.mjs").Pair} pictures @returns {RunCard} */
 function curedCard({ notices, computed, calls }, headline, pictures) {
   const cures = [...notices].flatMap(([id, told]) => told.filter(isCure).map((notice) => ({ id, notice })));
   const quiet = t("No NaN in {calls} calls of the model", { calls: calls.model });
-  const [line = quiet] = cures.map(({ notice }) => shown(saidIn(notice))[0]);
-  const why = cures.flatMap(({ notice }) => filled(shown(saidIn(notice))[1], notice.detail ?? ""));
+  const [line = quiet] = cures.map(({ notice }) => saidIn(notice));
+  const why = cures.flatMap(({ notice }) => filled(detailIn(notice)));
   const one = { rank: FOUND, ids: cures.map(({ id }) => id), tone: "good", headline, pictures };
   return computed ? { ...one, line, why } : { ...one, why: [line, ...why], when: t("of an earlier run") };
+}
+
+/** What the sidebar has beside the summary of a notice. @param {import("./toasts.mjs").Toast} notice */
+function detailIn({ detail, more = "" }) {
+  return together([detail, more]);
 }
 
 /** Whether a notice says in what else a model was computed. @param {import("./toasts.mjs").Toast} notice */
@@ -253,8 +238,7 @@ function isCure({ severity }) {
 function noticeCards(page, run) {
   const isTold = curesOf(page, run) !== undefined;
   return [...run.notices].filter(([id]) => page.nodeById(id)).flatMap(([id, told]) => told.filter((notice) => !isTold || !isCure(notice)).map((notice) => {
-    const [headline, more] = shown(saidIn(notice));
-    return { rank: NOTED, ids: [id], tone: notice.severity === "success" ? "good" : "warn", headline: headline || page.titleOf(id), why: filled(more, notice.detail ?? "") };
+    return { rank: NOTED, ids: [id], tone: notice.severity === "success" ? "good" : "warn", headline: saidIn(notice), why: filled(detailIn(notice)) };
   }));
 }
 

@@ -18,7 +18,7 @@ import { errorOf, isWider, toastFor, toastOf } from "./run.mjs";
 import { Sidebar } from "./sidebar.mjs";
 import { Timing } from "./timing.mjs";
 import { ourToast } from "./toasts.mjs";
-import { inTwo, keep, loadWords, said, t } from "./words.mjs";
+import { keep, loadWords, said, t } from "./words.mjs";
 
 const EXTENSION = "halfsafe.page";
 const ONE_NODE = "HalfsafeAutoPrecision";
@@ -318,9 +318,9 @@ function onError(detail) {
 /** Name the damaged file where ComfyUI's loader said only how reading it failed. @param {import("./run.mjs").RunError} error @param {object | null | undefined} tab */
 async function explain(error, tab) {
   const node = tab === page.tab ? page.nodeById(error.node) : null;
-  const why = node ? await whyUnread(api, node).catch(() => "") : "";
+  const why = node ? await whyUnread(api, node).catch(() => null) : null;
   if (!why) return;
-  Object.assign(error, inTwo(why));
+  Object.assign(error, why);
   page.tell(toastOf(error));
   page.draw();
 }

@@ -3,7 +3,7 @@ import { loadersOf, readFlow, samplingsOf } from "./flow.mjs";
 import { allNodes, PACK, setWidget, undoable } from "./graph.mjs";
 import { answered } from "./result.mjs";
 import { HIGHER } from "./room.mjs";
-import { answerIn, said, sizeText, t, whyUnchanged } from "./words.mjs";
+import { answerIn, said, sentencesOf, sizeText, t, whyUnchanged } from "./words.mjs";
 /** *Halve the memory*: ComfyUI's loaders become the pack's in their places, and back. The workflow is changed as saved, then opened as an undone one is. */
 
 /**
@@ -65,15 +65,15 @@ export function isHalved({ properties }) {
   return Boolean(properties?.[BEFORE]);
 }
 
-/** Why the file of one of ComfyUI's loaders cannot be read, in English; empty where it can. @param {any} api @param {any} node that failed @returns {Promise<string>} */
+/** Why the file of one of ComfyUI's loaders cannot be read, and what to do about it; null where it can. @param {any} api @param {any} node that failed @returns {Promise<{message: string[], advice: string[]} | null>} */
 export async function whyUnread(api, { comfyClass, inputs, widgets = [] }) {
   const folder = folderOf({ comfyClass });
   const isLinked = (/** @type {string} */ widget) => inputs.some((/** @type {any} */ { name, link }) => name === widget && link != null);
   const names = widgets.filter((/** @type {any} */ { name }) => name.includes("_name") && !isLinked(name)).map((/** @type {any} */ { value }) => value);
-  if (!folder || !names.length) return "";
+  if (!folder || !names.length) return null;
   const response = await api.fetchApi("/halfsafe/halving", { method: "POST", body: JSON.stringify([{ folder, names }]) });
-  const { loaders: [{ reason }] } = await answerIn(response);
-  return names.some((/** @type {string} */ name) => reason.startsWith(`${name}: `)) ? reason : "";
+  const { loaders: [{ problem, advice }] } = await answerIn(response);
+  return problem ? { message: sentencesOf(problem), advice: sentencesOf(advice) } : null;
 }
 
 /**

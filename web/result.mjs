@@ -2,7 +2,7 @@
 /** What a node shows of its result: a sentence, a table, the whole text. */
 import { el, nameOf } from "./dom.mjs";
 import { ourToast } from "./toasts.mjs";
-import { inTwo, keep, said, t, together } from "./words.mjs";
+import { keep, said, sentencesOf, t, together } from "./words.mjs";
 
 /**
  * An answer is seen before it is read. An action returns a `Card` (or a text, which is its headline); a node's output carries a `Result`, of which the sidebar makes a card.
@@ -16,8 +16,8 @@ import { inTwo, keep, said, t, together } from "./words.mjs";
  * @typedef {{headline: string, line?: string, tone?: string, bar?: Bar | null, rows?: Row[], choices?: Choice[], why?: (string | Node)[]}} Card
  * @typedef {string | Card} Told
  * @typedef {{goals: string[], name: string, seconds: number, bytes: number, error: number, use: import("./measure.mjs").Use}} Best what was measured best for goals: speed, memory, quality; `error`: a share of 1
- * @typedef {{sentence: string, tone: string, head: string[], rows: string[][], marked: number | null, text: string, toast: boolean, use: import("./measure.mjs").Use | null, copied: string, sizes?: [number, number] | null, stored?: Record<string, number>, best?: Best[]}} Result
- *   `sizes`: bytes of the weights before and after; `stored`: those after by storage
+ * @typedef {{sentence: string, tone: string, head: string[], rows: string[][], marked: number | null, text: string, toast: boolean, use: import("./measure.mjs").Use | null, copied: string, sizes?: [number, number] | null, stored?: Record<string, number>, speed?: string, best?: Best[]}} Result
+ *   `sizes`: bytes of the weights before and after; `stored`: those after by storage; `speed`: that of int8 on such cards, in a line
  */
 
 /** A told text as a card. @param {Told} told @returns {Card} */
@@ -55,7 +55,7 @@ export function resultIn(output) {
 
 /** What a result that asks for a message says in one. @param {Result | null} result */
 export function toastsOf(result) {
-  return result?.toast ? [ourToast(result.tone === "good" ? "success" : "warn", said(result.sentence), "", 6000)] : [];
+  return result?.toast ? [ourToast(result.tone === "good" ? "success" : "warn", sentencesOf(result.sentence)[0], "", 6000)] : [];
 }
 
 /** What a node's output tells beside its result: rules that match no layer, that kernels are missing, and that the model left the fp16 that it came in. @param {any} output */
@@ -67,8 +67,8 @@ export function noticesOf(output) {
 
 /** @param {"success" | "warn"} severity @param {string} text @param {number} life in milliseconds */
 function noticeOf(severity, text, life) {
-  const { message, advice } = inTwo(text);
-  return ourToast(severity, message, advice, life);
+  const [summary, detail, more] = sentencesOf(text, 2);
+  return ourToast(severity, summary, detail, life, more);
 }
 
 export class ResultPanel {

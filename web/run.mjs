@@ -2,15 +2,15 @@
 import { modeText, verdictText } from "./dom.mjs";
 import { whatIn } from "./report.mjs";
 import { ourToast } from "./toasts.mjs";
-import { firstSentence, inTwo, partsOf, said, t, together } from "./words.mjs";
+import { inTwo, partsOf, said, sentencesOf, t, together } from "./words.mjs";
 
 /**
  * What the guards said in the last run of each tab, and in the last one before it of which they told something, if that was queued before it ended.
  * @typedef {import("./report.mjs").GuardEvent} GuardEvent
- * @typedef {{node_id: string | null, prompt_id: string, workflow?: string, kind: "event" | "verdict" | "calls", verdict: string, message: string, brief: string, advice: string, event: GuardEvent | null, of?: string, calls?: number}} GuardMessage ``brief``: the message in fewer words
- * @typedef {{verdict: string, brief: string, advice: string, events: GuardMessage[]}} GuardState
- * @typedef {{node: string, message: string, advice: string, told: boolean, guard?: string, memory?: string}} RunError an error that a guard raised, whose id is ``guard``, is told on the guard's card; ``memory``: what ran out
- * @typedef {{message: string, advice: string}} Refusal why a run does not start
+ * @typedef {{node_id: string | null, prompt_id: string, workflow?: string, kind: "event" | "verdict" | "calls", verdict: string, message: string, brief: string, advice: string, line?: string, event: GuardEvent | null, of?: string, calls?: number}} GuardMessage ``brief``: the message in fewer words; ``line``: the advice in a line
+ * @typedef {{verdict: string, brief: string, advice: string, line?: string, events: GuardMessage[]}} GuardState
+ * @typedef {Refusal & {node: string, told: boolean, guard?: string, memory?: string[]}} RunError an error that a guard raised, whose id is ``guard``, is told on the guard's card; ``memory``: what ran out, its headline first
+ * @typedef {{message: string[], advice: string[]}} Refusal why a run does not start, and what to do: each the first sentence, and the rest
  * @typedef {import("./toasts.mjs").Toast} Toast
  * @typedef {{promptId: string, tab: object | null, before: Run | null, computed: boolean, held: Set<string>, cached: Set<string>, toasts: Toast[], error: RunError | null, causes: Set<string>, state: "running" | "done" | "failed", guards: Map<string, GuardState>, reached: Set<string>, calls: {model: number, encoder: number}, events: GuardMessage[], results: Map<string, import("./result.mjs").Result>, notices: Map<string, Toast[]>, pictures: Map<string, any>, isBlack: boolean, contrast: import("./pictures.mjs").Pair | null}} Run
  *   ``tab``: null where it is not known; ``held``: the nodes whose results are those of this run, executed or ``cached``; ``reached``: the guards that were given the NaN of a model that no
@@ -37,8 +37,8 @@ const COMPUTES = /, in (apply_model|_apply_model|decode|decode_tiled|encode|enco
 const BESIDE_THE_PICTURE = 8000;
 /** The lines of an error of ComfyUI's that are shown beside its first: some list every tensor of a model. */
 const MOST_LINES = 4;
-/** The folders before the file that a message begins with. */
-const FOLDERS = /^(?:[A-Za-z]:)?[\\/](?:[^\\/:]+[\\/])*/;
+/** Where the first sentence of a text ends that another program wrote: it has no fields. */
+const SENTENCE = /^[^]*?(?:[.!?](?=\s+[A-Z\d(]|\s*$)|[\u3002\uff01\uff1f])/;
 
 export class RunLog {
   /** The run that started last. @type {Run | null} */
@@ -143,7 +143,7 @@ function note(run, message) {
   run.guards.set(id, guard);
   guard.verdict = message.verdict;
   if (message.kind === "event") guard.events.push(message);
-  else Object.assign(guard, { brief: message.brief, advice: message.advice });
+  else Object.assign(guard, { brief: message.brief, advice: message.advice, line: message.line });
   const cause = message.event?.kind === "drift" ? "drift" : message.verdict;
   const first = !run.causes.has(cause);
   run.causes.add(cause);
@@ -168,18 +168,18 @@ export function toastFor(message, first) {
   const drift = event?.kind === "drift";
   const name = /** @type {keyof ReturnType<typeof causes>} */ (drift ? "drift" : verdict);
   const cause = causes()[name] ?? verdictText(verdict);
-  if (verdict === "recovered" && event && !drift) return ourToast("success", cause, together([curedText(event), said(event.evidence)]), 5000);
-  const what = drift && event ? whatIn(event) : firstSentence(said(message.brief));
-  const { culprit, cure } = culpritOf(message);
-  if (culprit) return ourToast("error", culprit, together([cure, what]), 20000);
-  return ourToast(drift ? "warn" : "error", cause, together([what, cure]), 20000);
+  if (verdict === "recovered" && event && !drift) return ourToast("success", cause, curedText(event), 5000);
+  const { culprit, cure: [cure] } = culpritOf(message);
+  if (culprit) return ourToast("error", culprit, cure, 20000);
+  return ourToast(drift ? "warn" : "error", cause, drift && event ? together([whatIn(event), cure]) : sentencesOf(message.brief)[0], 20000);
 }
 
-/** What is at fault and what to do about it. @param {{verdict: string, advice: string, event?: GuardEvent | null}} message */
-export function culpritOf({ verdict, advice, event }) {
+/** What is at fault, and what to do about it: the first sentence and the rest, and in a line. @param {{verdict: string, advice: string, line?: string, event?: GuardEvent | null}} message */
+export function culpritOf({ verdict, advice, line, event }) {
   const { culprit, cure } = partsOf(advice);
-  if (culprit) return { culprit: said(String(culprit)), cure: capital(said(String(cure))) };
-  return { culprit: verdict === "bad_input" && event?.layer ? t("NaN or Inf in the {input}", { input: said(event.layer) }) : "", cure: said(advice) };
+  const [first, rest] = sentencesOf(String(culprit ? cure : advice));
+  if (culprit) return { culprit: said(String(culprit)), cure: [capital(first), rest], line: capital(first) };
+  return { culprit: verdict === "bad_input" && event?.layer ? t("NaN or Inf in the {input}", { input: said(event.layer) }) : "", cure: [first, rest], line: said(line) };
 }
 
 /** @param {string} text */
@@ -203,30 +203,35 @@ export function errorOf({ node_id: id, exception_type: type, exception_message: 
   const node = String(id);
   if (!String(type).startsWith(OURS)) return { node, ...ofComfyUI(text), told: true, memory: ranOut(`${type}: ${text}`, traceback.join("")) };
   const guards = type === OF_GUARD ? run?.events.find(({ event }) => event?.ended) : undefined;
-  if (guards) return { node, message: said(guards.brief), advice: said(guards.advice), told: true, guard: String(guards.node_id ?? "") };
-  const { message, advice } = inTwo(text.trim()); // ComfyUI adds the end of a line
-  return { node, message: message.replace(FOLDERS, ""), advice, told: false };
+  if (guards) return { node, message: sentencesOf(guards.brief), advice: sentencesOf(guards.advice), told: true, guard: String(guards.node_id ?? "") };
+  return { node, ...inTwo(text.trim()), told: false }; // ComfyUI adds the end of a line
 }
 
-/** What a known error of a device's memory means, and what helps; empty for other errors. @param {string} error its class and text @param {string} traceback @returns {string} */
+/** What a known error of a device's memory means, as a headline and what helps; nothing for other errors. @param {string} error its class and text @param {string} traceback @returns {string[] | undefined} */
 function ranOut(error, traceback) {
-  if (NO_FP8_ON_MPS.test(error)) return t("torch does not cast fp8 on a Mac. Halfsafe's loaders unpack fp8 weights by a table, and so does the node Halfsafe behind another loader.");
-  if (OUT_OF_PINNED_MEMORY.test(error)) return t("Dynamic VRAM could not read a weight into pinned host memory. Start ComfyUI with --disable-pinned-memory, or with --disable-dynamic-vram: copies of weights are slower then.");
+  if (NO_FP8_ON_MPS.test(error)) return [t("torch does not cast fp8 on a Mac."), t("Halfsafe's loaders unpack fp8 weights by a table, and so does the node Halfsafe behind another loader.")];
+  if (OUT_OF_PINNED_MEMORY.test(error)) return [t("Dynamic VRAM could not read a weight into pinned host memory."), t("Start ComfyUI with --disable-pinned-memory, or with --disable-dynamic-vram: copies of weights are slower then.")];
   const [, asked] = ASKED_AT_ONCE.exec(error) ?? [];
-  if (asked) return t("Host memory (RAM) ran out: {size} GiB were asked for at once. If dynamic VRAM is on, start ComfyUI with --disable-dynamic-vram: models are moved whole then, which is slower if they do not fit.", { size: (Number(asked) / 2 ** 30).toPrecision(2) });
-  if (OUT_OF_HOST_MEMORY.test(error)) return t("Host memory (RAM) ran out.");
-  if (!OUT_OF_MEMORY.test(error)) return "";
-  if (BRINGS_WEIGHTS.test(traceback)) return t("GPU memory ran out for weights.");
-  return COMPUTES.test(traceback) ? t("GPU memory ran out for activations: fewer pixels, frames or images in a batch need less.") : t("GPU memory ran out.");
+  if (asked) return [t("Host memory (RAM) ran out: {size} GiB were asked for at once.", { size: (Number(asked) / 2 ** 30).toPrecision(2) }), t("If dynamic VRAM is on, start ComfyUI with --disable-dynamic-vram: models are moved whole then, which is slower if they do not fit.")];
+  if (OUT_OF_HOST_MEMORY.test(error)) return [t("Host memory (RAM) ran out.")];
+  if (!OUT_OF_MEMORY.test(error)) return undefined;
+  if (BRINGS_WEIGHTS.test(traceback)) return [t("GPU memory ran out for weights.")];
+  return COMPUTES.test(traceback) ? ["", t("GPU memory ran out for activations: fewer pixels, frames or images in a batch need less.")] : [t("GPU memory ran out.")];
 }
 
-/** What ComfyUI or another pack says: the line that helps may be the last. @param {string} text @returns {{message: string, advice: string}} */
+/** What ComfyUI or another pack says: the line that helps may be the last. @param {string} text @returns {Refusal} */
 function ofComfyUI(text) {
   const [message = "", ...rest] = text.split("\n").map((line) => line.trim()).filter(Boolean);
-  return { message, advice: rest.slice(0, MOST_LINES).join("\n") };
+  return { message: cut(message), advice: cut(rest.slice(0, MOST_LINES).join("\n")) };
+}
+
+/** A text of another program as its first sentence and the rest. @param {string} text @returns {string[]} */
+function cut(text) {
+  const [first] = SENTENCE.exec(text) ?? [text];
+  return [first, text.slice(first.length).trim()];
 }
 
 /** @param {Refusal} error @returns {Toast} */
-export function toastOf({ message, advice }) {
-  return ourToast("error", message, advice, 20000);
+export function toastOf({ message: [message, more], advice: [advice] }) {
+  return ourToast("error", message, more ? "" : advice, 20000);
 }

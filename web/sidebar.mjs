@@ -5,7 +5,7 @@ import { el, paint, storageBar } from "./dom.mjs";
 import { headOf } from "./panel.mjs";
 import { addressOf } from "./pictures.mjs";
 import { cardOf } from "./result.mjs";
-import { partsOf, said, t } from "./words.mjs";
+import { said, sentencesOf, t } from "./words.mjs";
 
 /**
  * @typedef {import("./page.mjs").Page} Page
@@ -168,8 +168,7 @@ function sameIn(part, element) {
 /** What this device computes in, and what of this ComfyUI is not used. @param {Page} page */
 function deviceOf({ device, asking }) {
   if (!device) return [el("p", { class: "hs-dim", text: asking ? t("Detecting the device ...") : t("ComfyUI does not answer.") })];
-  const { device: name = "", compute = "" } = partsOf(device.sentence);
-  return [...device.refused.map((text) => el("p", { class: "hs-line hs-refused", text: said(text) })), el("p", { class: "hs-dim", text: t("{device} computes in {compute}.", { device: name, compute: said(compute) }) })];
+  return [...device.refused.map((text) => el("p", { class: "hs-line hs-refused", text: said(text) })), el("p", { class: "hs-dim", text: sentencesOf(device.sentence)[0] })];
 }
 
 /** What fits what the open workflow did, or has. @param {Page} page @returns {ActName} */

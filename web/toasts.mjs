@@ -1,15 +1,14 @@
 // @ts-check
 /** The pack's messages on the page, which go when Run is pressed and when a run starts: they are about the one before. */
-import { firstSentence } from "./words.mjs";
 
-/** @typedef {{severity: string, summary: string, detail?: string, life: number}} Toast */
+/** @typedef {{severity: string, summary: string, detail: string, life: number, more?: string}} Toast `summary` and `detail` are short, because it lies over the graph; `more`: what the sidebar has besides */
 
 /** What the pack's messages begin with. */
 const OURS = "Halfsafe: ";
 
-/** A message of the pack's. @param {string} severity @param {string} summary @param {string} detail @param {number} life in milliseconds @returns {Toast} */
-export function ourToast(severity, summary, detail, life) {
-  return { severity, summary: OURS + summary, detail, life };
+/** A message of the pack's. @param {string} severity @param {string} summary @param {string} detail @param {number} life in milliseconds @param {string} [more] @returns {Toast} */
+export function ourToast(severity, summary, detail, life, more = "") {
+  return { severity, summary: OURS + summary, detail, life, more };
 }
 
 /** What a message says without the pack's name. @param {Toast} toast */
@@ -27,13 +26,11 @@ export class Toasts {
     this.wanted = wanted;
   }
 
-  /** Show a message, in the place of the same one where that is shown yet: the first sentence of each part, as it lies over the graph. The sidebar has all of it. @param {Toast} toast */
+  /** Show a message, in the place of the same one where that is shown yet. @param {Toast} toast */
   show(toast) {
     const { setting, toast: page } = this.manager();
     if (!setting.get(this.wanted)) return;
-    const { severity, life } = toast;
-    const summary = firstSentence(toast.summary);
-    const detail = summary === toast.summary ? firstSentence(toast.detail ?? "") : "";
+    const { severity, summary, detail, life } = toast;
     const text = `${summary}\n${detail}`;
     this.#shown.get(text)?.();
     if (page.remove) {

@@ -10,11 +10,9 @@ const VALUES = /\{(\w+)\}/g;
 const NAME = /^[a-z_]+$/;
 /** A space that English has after a mark, where the page's language has the mark alone. */
 const AFTER_FULL_WIDTH = /([\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f]) /g;
-/** The template of a problem and what to do about it. */
-const IN_TWO = "{0} {1}";
 /** How many messages of the server are remembered. */
 const MOST_KEPT = 10_000;
-/** @typedef {{template: string, values: Record<string, string | number>}} Message an English template, and what is filled in: words too, which may be messages */
+/** @typedef {{template: string, values: Record<string, string | number>, sentences?: string[]}} Message an English template, and what is filled in: words too, which may be messages; `sentences`: those that the server joined */
 /** A text that the server worded -> what it is made of. @type {Map<string, Message>} */
 const messages = new Map();
 
@@ -59,12 +57,23 @@ export async function answerIn(response) {
 /** A text that the server worded, in the page's language. @param {string} [text] @returns {string} */
 export function said(text = "") {
   const message = messages.get(text);
-  if (!message) return t(text);
-  const values = Object.fromEntries(Object.entries(message.values).map(([name, value]) => [name, isWords(value) ? said(value) : value]));
-  return t(message.template, values).replace(AFTER_FULL_WIDTH, "$1").trim();
+  return message ? worded(message) : t(text);
 }
 
-/** What a text of the server is made of, if that is known: the values that its template has. @param {string} text @returns {Message["values"]} */
+/** @param {Message} message */
+function worded({ template, values: given }) {
+  const values = Object.fromEntries(Object.entries(given).map(([name, value]) => [name, isWords(value) ? said(value) : value]));
+  return t(template, values).replace(AFTER_FULL_WIDTH, "$1").trim();
+}
+
+/** The first sentences of a text that the server worded, as many as asked for, and the rest of it: the server says where they end. @param {string} text @param {number} [count] @returns {string[]} each empty where there is none */
+export function sentencesOf(text, count = 1) {
+  const { sentences = [text] } = messages.get(text) ?? {};
+  const first = Array.from({ length: count }, (_, place) => said(sentences[place]));
+  return [...first, said(text).slice(together(first).length).trim()];
+}
+
+/** The named values of a text of the server that its template has: a culprit and its cure, the setting to switch. @param {string} text @returns {Message["values"]} */
 export function partsOf(text) {
   const { template = "", values = {} } = messages.get(text) ?? {};
   return Object.fromEntries(Object.entries(values).filter(([name]) => template.includes(`{${name}}`)));
@@ -91,17 +100,17 @@ export function whyUnchanged(error) {
   return t("Nothing was changed: {why}", { why: error instanceof Error ? error.message : String(error) });
 }
 
-/** A problem and what to do about it, of a text of the server that has both. @param {string} text */
+/** The problem that the text of an error of the pack tells, its file without folders, and what to do about it. @param {string} text @returns {{message: string[], advice: string[]}} each the first sentence, and the rest */
 export function inTwo(text) {
-  const message = messages.get(text);
-  if (message?.template === IN_TWO) return { message: said(String(message.values[0])), advice: said(String(message.values[1])) };
-  const whole = said(text), first = firstSentence(whole);
-  return { message: first, advice: whole.slice(first.length).trim() };
+  const { problem = text, advice = "" } = partsOf(text);
+  const message = messages.get(String(problem)), { file } = partsOf(String(problem));
+  const short = message && file ? [worded({ ...message, values: { ...message.values, file: withoutFolders(String(file)) } }), ""] : sentencesOf(String(problem));
+  return { message: short, advice: sentencesOf(String(advice)) };
 }
 
-/** @param {string} text */
-export function firstSentence(text) {
-  return /^[^]*?(?:[.!?](?=\s+[A-Z\d(]|\s*$)|[\u3002\uff01\uff1f])/.exec(text)?.[0] ?? text;
+/** @param {string} paths one, or several with commas between them */
+function withoutFolders(paths) {
+  return paths.split(", ").map((path) => path.split(/[\\/]/).at(-1)).join(", ");
 }
 
 /** Bytes as people say them: two figures below ten, whole numbers above. @param {number} bytes */

@@ -1,10 +1,11 @@
 """Typed errors. Each message says what was wrong with which file, tensor, layer or setting, and what to do about it."""
 
-from .message import Message, joined
+from .message import Message
 
 
 class HalfsafeError(Exception):
-    """Base of every error this package raises on purpose.
+    """Base of every error this package raises on purpose. Its message is made of ``problem`` and ``advice``, which the
+    page reads by these names.
 
     Args:
         problem: what is wrong, naming the file, tensor, layer or setting.
@@ -18,13 +19,14 @@ class HalfsafeError(Exception):
         cls.__module__ = HalfsafeError.__module__
 
     def __init__(self, problem: str, advice: str = ""):
-        super().__init__(Message("{0} {1}", problem, advice))
+        super().__init__(Message("{problem} {advice}", problem=problem, advice=advice))
         self.problem = problem
         self.advice = advice
 
 
 class CheckpointError(HalfsafeError):
-    """A model file that cannot be read as what it claims to be.
+    """A model file that cannot be read as what it claims to be. The page reads ``file`` in its problem, to leave out
+    the folders.
 
     Args:
         path: the file.
@@ -35,8 +37,8 @@ class CheckpointError(HalfsafeError):
 
     def __init__(self, path, problem: str, tensor: str | None = None, advice: str = ""):
         found = Message("tensor '{0}': {1}.", tensor, problem) if tensor else Message("{0}.", problem)
-        super().__init__(Message("{0}: {1}", path, found), advice)
-        self.found = joined([found, advice])
+        super().__init__(Message("{file}: {found}", file=path, found=found), advice)
+        self.found = found
         self.path = str(path)
         self.tensor = tensor
 

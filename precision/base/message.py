@@ -26,6 +26,8 @@ class Message(str):
     template: str
     values: tuple
     named: dict
+    sentences: tuple[str, ...] = ()
+    """The sentences that :func:`joined` put together: the page shows the first ones large, and folds the others."""
 
     def __new__(cls, template: str, *values, **named):
         message = super().__new__(cls, template.format(*values, **named).strip())
@@ -42,11 +44,15 @@ class Message(str):
 
 
 def joined(texts: Iterable[str], between: str = " ") -> str:
-    """Return texts as one message, with ``between`` them; empty texts are left out."""
+    """Return texts as one message, with ``between`` them; empty texts are left out. With white space alone between them
+    they are its ``sentences``."""
     present = list(filter(None, texts))
     if not present:
         return ""
-    return functools.reduce(functools.partial(Message, f"{{0}}{between}{{1}}"), present)
+    message = functools.reduce(functools.partial(Message, f"{{0}}{between}{{1}}"), present)
+    if between.isspace() and isinstance(message, Message) and len(present) > 1:
+        message.sentences = tuple(each for text in present for each in getattr(text, "sentences", ()) or (text,))
+    return message
 
 
 def ended(text: str) -> str:
@@ -55,13 +61,15 @@ def ended(text: str) -> str:
 
 
 def messages_in(value) -> dict[str, dict]:
-    """Return each message in JSON data, and the messages it is made of: text -> its ``template`` and ``values``. A
-    message whose other values are empty is the value that is left."""
+    """Return each message in JSON data, and the messages it is made of: text -> its ``template`` and ``values``, and
+    its ``sentences`` if it has several. A message whose other values are empty is the value that is left."""
     if isinstance(value, Message):
         parts = {**{str(place): each for place, each in enumerate(value.values)}, **value.named}
         values = {name: each if isinstance(each, int) else str(each) for name, each in parts.items()}
         inner = messages_in(values)
-        return inner if value in values.values() else {value: {"template": value.template, "values": values}, **inner}
+        several = {"sentences": [*value.sentences]} if value.sentences else {}
+        made_of = {"template": value.template, "values": values, **several}
+        return inner if value in values.values() else {value: made_of, **inner}
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     found: dict[str, dict] = {}
     for each in inside:

@@ -49,12 +49,12 @@ ADVICE = {
         "Set compute to fp8 in Compute Dtype: it computes the scale of activations that do not fit the file's scale. "
         "Or add the rule {block}* compute=bf16."
     ),
-    "int8": (
-        "Add the rule {block}* compute=bf16 (or fp16), which dequantizes this block. If every int8 layer is wrong, "
-        "the device's int8 kernel is at fault: set compute to bf16, fp16 or fp16_safe."
-    ),
+    "int8": "Add the rule {block}* compute=bf16 (or fp16), which dequantizes this block.",
     "fp16 sums": "Set fp16_accumulation to auto or off in Accumulation, or the rule {block}* accumulation=fp32.",
 }  # fmt: skip
+IF_ALL_INT8 = (
+    "If every int8 layer is wrong, the device's int8 kernel is at fault: set compute to bf16, fp16 or fp16_safe."
+)
 MAY_BE_ATTENTION = "{0} attention quantizes its operands and may be the cause: compare a run without it."
 OTHERWISE = (
     "Compute Dtype with fp32 shows whether precision is the cause; then fp16_safe or the rule {block}* compute=fp32 "
@@ -62,6 +62,8 @@ OTHERWISE = (
     "first. If it remains, a kernel is wrong on this device: update comfy-kitchen."
 )
 
+LINES = dict.fromkeys((ADVICE[STEP_CACHE], ADVICE["fp8"], OTHERWISE), "")
+"""As ``LINES`` of ``precision/guard/verdicts.py``."""
 RUN_IN_FP32 = "Set compute to fp32 in Compute Dtype for one run: NaN Guard then names the layer and the cause."
 
 
@@ -155,7 +157,8 @@ def drift_event(
         evidence = joined([evidence, Message("Farthest: {0}.", blocks)])
     if attention:
         evidence = joined([evidence, Message(MAY_BE_ATTENTION, attention), instead])
-    advice = Message(ADVICE.get(check.arithmetic, OTHERWISE), block=f"{worst}." if worst else "")
+    own = Message(ADVICE.get(check.arithmetic, OTHERWISE), block=f"{worst}." if worst else "")
+    advice = joined([own, IF_ALL_INT8 if check.arithmetic == "int8" else ""])
     brief = Message("Step {0}: finite, but off ({1}). {2}", check.step, label_of(check.arithmetic), evidence)
     return GuardEvent(
         check.call, check.step, check.sigma, worst, STEP_CACHE if skipped else "", "drift", batch_rows,

@@ -17,6 +17,7 @@ CORE = "https://github.com/Comfy-Org/ComfyUI"
 PACK, PACK_DYNAMIC = "benchmarks/results/gpu_h200.json", "benchmarks/results/gpu_h200_dynamic_vram.json"
 RANGE = "{0} ran at {1} times the speed of {2} ({3})."
 ONE_CARD = "{0} {1}"
+BRIEF = "{storage}: {times} times 16 bit's speed ({cards})"
 HERE = "Measured on this card on {0} ({1}): {2}."
 
 
@@ -179,9 +180,9 @@ def told_here(rows: Sequence[Measurement]) -> str:
     return Message(HERE, rows[0].date, rows[0].model, speeds)
 
 
-def told(profile: str, setting: str) -> str:
+def told(profile: str, setting: str, brief: bool = False) -> str:
     """Return what was measured of a setting in one sentence for each thing it was compared with,
-    the range first.
+    the range first; or ``brief``, beside 16 bit alone.
 
     Example:
         >>> from halfsafe.precision.devices.measurements import told
@@ -196,8 +197,10 @@ int8 ran at 1.92 times the speed of fp8 (RTX 3090 1.92).'
         beside = [row for row in rows if row.to == to]
         whole = _span(min(row.ratio[0] for row in beside), max(row.ratio[1] for row in beside))
         cards = joined([Message(ONE_CARD, row.card, row.times) for row in beside], ", ")
+        if brief and to == "16 bit":
+            return Message(BRIEF, storage=setting, times=whole, cards=cards)
         sentences.append(Message(RANGE, setting, whole, to, cards))
-    return joined(sentences)
+    return "" if brief else joined(sentences)
 
 
 def _span(least: float, most: float) -> str:

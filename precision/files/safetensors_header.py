@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..base.errors import CheckpointError
-from ..base.message import Message
+from ..base.message import Message, joined
 
 MAX_HEADER = 100_000_000
 MAX_NAME = 1000
@@ -121,12 +121,11 @@ def _describe_other_format(head: bytes) -> tuple[str, str]:
             return problem, advice
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     if text[:1] == b"<":
-        return "a web page (HTML), not a model", Message(
-            "{0} The site may ask you to log in or to accept a licence.", AGAIN
-        )
+        advice = joined([AGAIN, "The site may ask you to log in or to accept a licence."])
+        return "a web page (HTML), not a model", advice
     if len(text) > 3 and all(byte in PRINTABLE for byte in text[:64]):
         shown = text[:60].decode("ascii").splitlines()[0]
-        advice = Message("{0} The site may have answered with an error.", AGAIN)
+        advice = joined([AGAIN, "The site may have answered with an error."])
         return Message("a text file that begins {0}, not a model", f"{shown!r}"), advice
     if len(head) < 9:
         return Message("only {0} bytes long", len(head)) if head else "empty, 0 bytes", AGAIN

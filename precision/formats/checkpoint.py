@@ -20,7 +20,7 @@ import torch
 from ..base.amax import floats
 from ..base.dtypes import FP8_DTYPES, name_of
 from ..base.errors import CheckpointError, NonFiniteWeight
-from ..base.message import Message
+from ..base.message import Message, joined
 from ..files.safetensors_file import open_checkpoint
 from ..files.safetensors_header import QUANTIZATION_KEY, contradiction, read_object
 from ..files.tensor_file import TensorFile
@@ -92,8 +92,8 @@ _ORIGINAL = "Use the 16-bit or fp8 version of this model."
 _FOREIGN = (
     (("wscales", "smooth_factor"), "a Nunchaku (SVDQuant) file", "Load it with the ComfyUI-nunchaku nodes."),
     (("absmax", "bitsandbytes__nf4", "SCB"), "a bitsandbytes file", "Load it with a bitsandbytes loader node."),
-    (("svd_up", "svd_down", "zero_point"), "an SDNQ file", Message("It runs in SD.Next. {0}", _ORIGINAL)),
-    (("weight_packed", "weight_global_scale"), "a compressed-tensors file", Message("It runs in vLLM. {0}", _ORIGINAL)),
+    (("svd_up", "svd_down", "zero_point"), "an SDNQ file", joined(["It runs in SD.Next.", _ORIGINAL])),
+    (("weight_packed", "weight_global_scale"), "a compressed-tensors file", joined(["It runs in vLLM.", _ORIGINAL])),
     (("_data", "_scale"), "an optimum-quanto file", _ORIGINAL),
     (("weight_qdata", "_weight_qdata"), "a torchao file", _ORIGINAL),
     (("float8_data",), "a flux-fp8-api file", _ORIGINAL),
@@ -536,7 +536,7 @@ class _Reader:
                 raise CheckpointError(self._file_of(name), problem, name, _ANOTHER)
             unknown = "looks like a quantization scale, but no readable weight uses it"
             marked = "ComfyUI can load this model from a comfy_quant file."
-            advice = Message("Without the scale it would give noise. {0}", _ANOTHER if self.settings else marked)
+            advice = joined(["Without the scale it would give noise.", _ANOTHER if self.settings else marked])
             raise CheckpointError(self.path, unknown, name, advice)
         elif leaf in _WEIGHT_SCALES:
             self.remarks["named like weight scales, next to weights that are not quantized; kept unchanged"] += 1

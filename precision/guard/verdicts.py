@@ -12,7 +12,9 @@ CURED = ("clean", "recovered")
 ADVICE: dict[Verdict, str] = {
     "recovered": "No NaN or Inf is left. {keep}",
     "stopped": "Set {switch} to retry_higher: it repeats a failed call in a higher precision.",
-    "bad_weights": "Remove the file or download it again. No precision repairs a weight that is NaN or Inf.",
+    "bad_weights": joined(
+        ["Remove the file or download it again.", "No precision repairs a weight that is NaN or Inf."]
+    ),
     "bad_input": "Check the node that made this input; Check Finite after it shows where the NaN begins.",
     "not_precision": (
         "No higher precision cures this: try another sampler or scheduler, more steps, a lower cfg, or no patches of "
@@ -118,12 +120,15 @@ COMPILED = (
     "does not help, the device or its driver is at fault."
 )
 EMBEDDING = "A textual inversion embedding in the prompt holds NaN or Inf: leave it out or download it again."
+MADE_BEFORE = "The image held NaN before the VAE: add Check Finite after the node that made it."
+NOT_CURED = "No higher precision cures this {0}: {1}."
+OR_ON_CPU = "{0} Or run the {1} on the CPU."
 ENCODER_INPUTS = {
     "VAE decode": (
         "latent",
         "The NaN was made before the VAE, mostly by the model: guard the model.",
     ),
-    "VAE encode": ("image", "The image held NaN before the VAE: add Check Finite after the node that made it."),
+    "VAE encode": ("image", MADE_BEFORE),
     "Text encoder encode": ("tokens", EMBEDDING),
     "Text encoder generate": ("tokens", EMBEDDING),
 }
@@ -167,8 +172,8 @@ def _encoder_wording(kind: str, without_cure: str, without_retries: str, stopped
     repeat. ``stopped``: advice if the guard repeats nothing."""
     advice: dict[Verdict, str] = {
         "recovered": "",
-        "not_precision": Message("No higher precision cures this {0}: {1}.", kind, without_cure),
-        "device_fault": Message("{0} Or run the {1} on the CPU.", ADVICE["device_fault"], kind),
+        "not_precision": Message(NOT_CURED, kind, without_cure),
+        "device_fault": Message(OR_ON_CPU, ADVICE["device_fault"], kind),
         "stopped": stopped,
     }
     return Wording(
@@ -193,3 +198,28 @@ ENCODERS = {
         "activations).",
     ),
 }
+
+_LONG = (
+    UNGUARDED,
+    LEAVE_OUT,
+    OF_ITS_OWN,
+    UNPACKED,
+    OTHERWISE,
+    CONTROL_ADVICE,
+    NO_MEMORY,
+    MODEL.no_memory,
+    MODEL.broken_off,
+)
+LINES: Mapping[str, str] = {
+    **dict.fromkeys(_LONG, ""),
+    ADVICE["bad_input"]: "Check the node that made it.",
+    MADE_BEFORE: "Check the node that made it.",
+    EMBEDDING: "Leave the embedding out or download it again.",
+    ADVICE["not_precision"]: "Try another sampler, more steps or a lower cfg.",
+    NOT_CURED: "Try another file, or run it on the CPU.",
+    ADVICE["device_fault"]: "Try another driver or torch.",
+    OR_ON_CPU: "Try another driver or torch.",
+    COMPILED: "Remove the compile node, or compile with another backend.",
+}
+"""The template of advice that is longer than a line -> a line in its place, "" for none. Of other
+advice the page shows the first sentence."""

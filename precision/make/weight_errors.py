@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
 
-from ..base.message import Message
+from ..base.message import Message, joined
 from ..base.text import listed
 from ..formats.checkpoint import StoredWeight, read_checkpoint
 from ..formats.comfy_format import Made
@@ -16,12 +16,14 @@ VALUES_A_PART = 1 << 15
 """The error of a weight is measured on at most twice so many parts of so many values, which are
 half a million: in fp8 the whole weight takes ten times as long as its conversion."""
 AGAIN = (
-    "{count} layers in {before} were quantized again, to {after}, with an error of {error} added. "
-    "These are {names}. storage=as_file or as loaded does not round them again."
+    "{count} layers in {before} were quantized again, to {after}, with an error of {error} added.",
+    "These are {names}.",
+    "storage=as_file or as loaded does not round them again.",
 )
 MERGED = (
     "{count} layers in {before} were unpacked, merged with their patches and quantized again, to {after}, with an "
-    "error of {error}. These are {names}."
+    "error of {error}.",
+    "These are {names}.",
 )
 
 
@@ -53,7 +55,7 @@ def _error(weight: StoredWeight, tensors: Mapping) -> float:
 
 
 def told_again(plans: Mapping[str, LayerPlan], errors: Mapping[str, float], merged: Container[str] = ()) -> list[str]:
-    """Return a sentence for each pair of storages that weights were quantized again between.
+    """Return a message for each pair of storages that weights were quantized again between.
 
     ``errors``: of some of them; ``merged``: the names of weights that patches are merged into.
     """
@@ -67,5 +69,5 @@ def told_again(plans: Mapping[str, LayerPlan], errors: Mapping[str, float], merg
         error = f"{sum(found) / len(found):.1%}" if found else "an unknown size"
         layers = listed([name.removesuffix(".weight") for name in names], 2)
         values = {"count": len(names), "before": before, "after": after, "error": error, "names": layers}
-        told.append(Message(MERGED if is_merged else AGAIN, **values))
+        told.append(joined(Message(sentence, **values) for sentence in (MERGED if is_merged else AGAIN)))
     return told

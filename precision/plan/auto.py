@@ -25,9 +25,8 @@ rotating a weight back takes a sixteenth of its product with 4,096 rows. Others 
 does it as it unpacks, a V100 or an Arc, multiply in 16 bit seven times as fast as in fp32."""
 NEARER = "int8's error is a quarter of fp8's at the same size, and both are unpacked in each call."
 FOR_CUDA_13 = ("torch", "torchvision", "torchaudio", "--index-url", "https://download.pytorch.org/whl/cu130")
-INSTALL = (
-    'int8 is slow here without its kernels. To install them, run "{0}" -m pip install -U {1} and restart ComfyUI. {2}'
-)
+SLOW = "int8 is slow here without its kernels."
+INSTALL = 'To install them, run "{0}" -m pip install -U {1} and restart ComfyUI.'
 IN_CUDA_13 = (
     "One video took 78 s after that, 123 s before (MiniMax H3 on an RTX Pro 6000, torch 2.13 for CUDA 13 after one for "
     "CUDA 12.8, dynamic VRAM on too: nosana-ci/pipeline-templates #164)."
@@ -179,7 +178,7 @@ def missing_kernels(device: Device) -> str:
     old = device.profile.vendor == "nvidia" and not has_cuda_13()
     why = device.reason("int8_kernels")
     packages = " ".join(FOR_CUDA_13) if old else "comfy-kitchen"
-    return joined([Message(INSTALL, sys.executable, packages, why), IN_CUDA_13 if old else ""])
+    return joined([SLOW, Message(INSTALL, sys.executable, packages), why, IN_CUDA_13 if old else ""])
 
 
 def why_slow(storage: str, device: Device) -> str:

@@ -169,8 +169,9 @@ def _parse(text: str) -> list[Rule]:
     """
     rules, wrong = read(text)
     if wrong:
-        wrong[0].args = (joined(map(str, wrong), "\n"),)
-        raise wrong[0]
+        first, *others = wrong
+        HalfsafeError.__init__(first, first.problem, joined([first.advice, *map(str, others)], "\n"))
+        raise first
     return rules
 
 

@@ -15,7 +15,7 @@ from ..devices.measurements import Measurement, gains_in, told, told_here
 from ..devices.profiles import CAPABILITIES, GAINS
 from ..formats.families import FAMILIES
 from ..plan.auto import auto_compute, smallest_storage, why_int8_is_slow
-from .result import DEVICE_MEASURED, DEVICE_PLAIN, Result
+from .result import COMPUTES_IN, FAST, NOT_FASTER, Result
 from .schema import device_section
 
 # What people call it -> its family, and the dtype its files usually have.
@@ -125,14 +125,14 @@ def diagnosis_result(diagnosis: dict, here: Sequence[Sequence[Measurement]] = ()
     fast = [name for key, name in names.items() if gains.get(name, diagnosis["capabilities"][key]["value"])]
     used = joined(dict.fromkeys(entry["compute"] for entry in diagnosis["auto"]), " or ")
     profile = diagnosis["device"]["profile"]
-    values = {"device": diagnosis["device"]["label"], "compute": used, "fast": ", ".join(fast)}
+    computes = Message(COMPUTES_IN, device=diagnosis["device"]["label"], compute=used)
     capabilities = diagnosis["capabilities"].items()
     figures = list(map(told_here, here)) or [
         entry["reason"] for name, entry in capabilities if name in GAINS and told(profile, GAINS[name])
     ]
-    if figures:
-        return Result(Message(DEVICE_MEASURED, **values, measured=joined(figures)), text=_text(diagnosis))
-    return Result(Message(DEVICE_PLAIN, **values), text=_text(diagnosis))
+    measured = [Message(FAST, fast=", ".join(fast)), *figures] if figures else [NOT_FASTER]
+    speed = "" if here else told(profile, GAINS["int8_matmul_gains"], brief=True)
+    return Result(joined([computes, *measured]), text=_text(diagnosis), speed=speed)
 
 
 def _machine(diagnosis: dict) -> str:

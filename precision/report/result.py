@@ -19,29 +19,24 @@ FINITE = "Finite: no NaN and no Inf."
 NOT_FINITE = "NaN or Inf in {names}."
 CHOSEN = "{chosen} of {free} layers can use {candidate}: error about {error} ({snr})."
 UNREACHED = "No layer can be in {candidate} at the target of {target} dB."
-BEST = "Best: {name}. {time}, {memory}, {close}."
-CLOSEST = "No setting has an error of {floor} or less. The closest: {name}. {time}, {memory}, {close}."
+BEST, CLOSEST, IS_CLOSEST = "Best: {name}.", "No setting has an error of {floor} or less.", "The closest: {name}."
+FIGURES = "{time}, {memory}, {close}."
 A_STEP, A_STEP_BESIDE = "{0} s a step", "{0} s a step ({1} {2})"
 COMPUTED_IN = "{0}, computed in {1}"
 ERROR, ERROR_AS_LOADED = "error {0}", "error {0} against the weights as loaded, whose file is not known"
 COSINES = "cosine {mean} over {count} seeds (least {least}, seed {seed})"
-UNRANKED = (
-    "The times were too noisy to rank: run it again while nothing else uses the machine. Smallest: {small}. Closest: "
-    "{closest}."
-)
-NO_GAIN = (
-    "No setting is better than {reference}: faster by more than the times vary, or smaller and as fast. Smallest: {small}. "
-    "Closest: {closest}."
-)
+UNRANKED = "The times were too noisy to rank: run it again while nothing else uses the machine."
+NO_GAIN = "No setting is better than {reference}: faster by more than the times vary, or smaller and as fast."
+SMALLEST, NEAREST = "Smallest: {small}.", "Closest: {closest}."
 NONE_WORKS = "No setting gave a finite result."
-DEVICE_MEASURED = "{device} computes in {compute}. Fast products: {fast}. {measured}"
-DEVICE_PLAIN = "{device} computes in {compute}. 8-bit weights save memory here, and are not known to save time."
-CALIBRATED = "Calibrated {layers} layers. Connect the calibration to Save Model, which rounds these layers with it."
-HALVED = "{file}: {before} -> {after}. Kept in {formats}: {kept} ({reasons})."
-LESS = "{file}: {before} -> {after}."
+COMPUTES_IN, FAST = "{device} computes in {compute}.", "Fast products: {fast}."
+NOT_FASTER = "8-bit weights save memory here, and are not known to save time."
+CALIBRATED = "Calibrated {layers} layers."
+TO_SAVE = "Connect the calibration to Save Model, which rounds these layers with it."
+LESS, KEPT_IN = "{file}: {before} -> {after}.", "Kept in {formats}: {kept} ({reasons})."
 NOT_LESS = "{file} takes {after}, no less than before ({before}): its weights were in 8 bits or fewer already."
 AS_IT_IS = "{file}: no weight is in 8 bits: {reasons}."
-IN_INT8 = "In int8 the weights take {after} instead of {before}. {why}"
+IN_INT8 = "In int8 the weights take {after} instead of {before}."
 IDENTICAL = "Identical: no pixel differs."
 HARD_TO_SEE = "The difference is hard to see: {psnr}."
 VISIBLE = "The difference is visible side by side: {psnr}."
@@ -53,7 +48,8 @@ class Result:
     """A node's result as the page shows it.
 
     Args:
-        sentence: a message, with a template of this file.
+        sentence: a message, with a template of this file, or several that are joined: the page shows
+            the first large, as the answer, the second as its line, and folds the others.
         tone: good, warn or bad.
         head, rows: a table; ``marked``: the row that matters most, from 0. A cell beyond the head
         is its row's tooltip.
@@ -64,6 +60,7 @@ class Result:
         copied: what a button copies for others to read; empty for none.
         sizes: bytes of the weights before and after, for a bar; None where nothing is compared.
         stored: storage -> bytes of the weights after.
+        speed: the measured speed of int8 on cards of this kind, in a line; empty where it is not known.
         best: rows for goals: ``goals`` (speed, memory, quality), ``name``, ``seconds``, ``bytes``,
             ``error`` (a share of 1) and ``use``.
     """
@@ -79,6 +76,7 @@ class Result:
     copied: str = ""
     sizes: tuple[int, int] | None = None
     stored: Mapping[str, int] = field(default_factory=dict)
+    speed: str = ""
     best: Sequence[Mapping[str, object]] = ()
 
     def ui(self) -> dict[str, tuple[str]]:

@@ -165,6 +165,7 @@ class Report:
         ranges: layer -> the largest magnitude it was given so far, of the layers whose inputs are
             watched.
         attention_in_fp32: the blocks whose attention ran in fp32 by a rule.
+        file: the name of the model's file; empty where another loader loaded it.
     """
 
     device: dict = field(default_factory=dict)
@@ -180,6 +181,7 @@ class Report:
     encoders: list[EncoderReport] = field(default_factory=list)
     control_nets: list[ControlReport] = field(default_factory=list)
     attention_in_fp32: list[str] = field(default_factory=list)
+    file: str = ""
 
     def to_json(self) -> dict:
         """Return version 1 of the report, ready for ``json.dumps(allow_nan=False)``. A NaN or inf

@@ -40,11 +40,13 @@ def tradeoffs_result(found: Measurements) -> Result:
         "memory": _memory(best, found.beside),
         "close": _closeness(best, found),
     }
+    told: tuple[str, ...]
     if best.snr_db < FLOORS["balanced"]:
         values["floor"] = error_text(FLOORS["balanced"])
-        message, tone, use = Message(result.CLOSEST, **values), WARN, None
+        told, tone, use = (result.CLOSEST, result.IS_CLOSEST, result.FIGURES), WARN, None
     else:
-        message, tone, use = Message(result.BEST, **values), GOOD, _use(best, found)
+        told, tone, use = (result.BEST, result.FIGURES), GOOD, _use(best, found)
+    message = joined(Message(sentence, **values) for sentence in told)
     return Result(message, tone, TABLE, rows, 0, text, toast=True, use=use, copied=copied, best=choices)
 
 
@@ -109,7 +111,8 @@ def _without_best(found: Measurements, rows: list[list[str]], text: str) -> Resu
         "closest": joined([_name(closest, found), _closeness(closest, found)], ", "),
     }
     values |= {} if found.is_noisy else {"reference": str(found.reference.setting)}
-    message, copied = Message(result.UNRANKED if found.is_noisy else result.NO_GAIN, **values), _shared_rows(found)
+    told = (result.UNRANKED if found.is_noisy else result.NO_GAIN, result.SMALLEST, result.NEAREST)
+    message, copied = joined(Message(sentence, **values) for sentence in told), _shared_rows(found)
     return Result(message, WARN, TABLE, rows, None, text, toast=True, copied=copied, best=_choices(found))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfsafe.precision.base.message import messages_in
+from halfsafe.precision.guard.verdicts import LINES
 from setup.comfyui_server import Server
 
 if TYPE_CHECKING:
@@ -252,7 +253,10 @@ class ComfyPage:
             "advice": "",
             "event": None,
         }
-        data = {"brief": message.get("message", ""), **whole, **message}
+        advice = message.get("advice", "")
+        first, *_ = getattr(advice, "sentences", ()) or (advice,)
+        line = LINES.get(getattr(advice, "template", advice), first)
+        data = {"brief": message.get("message", ""), "line": line, **whole, **message}
         self.send("halfsafe.guard", **data, messages=messages_in(data))
 
     def zoom_to(self, node_type: str, width: int | None = None, height: int | None = None) -> None:

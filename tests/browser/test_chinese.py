@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from browser.comfy_page import ComfyPage
 from halfsafe.precision.base.errors import CheckpointError, HalfsafeError
-from halfsafe.precision.base.message import Message, messages_in
+from halfsafe.precision.base.message import Message, joined, messages_in
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, sentence
 from halfsafe.precision.guard.verdicts import ADVICE, ENCODERS, FAILS_IN_FP32, NonFinite
 from halfsafe.precision.plan.rules import rules_from
-from halfsafe.precision.report.result import BEST, COMPUTED_IN, ERROR, Result
+from halfsafe.precision.report.result import BEST, COMPUTED_IN, ERROR, FIGURES, Result
 from halfsafe.precision.study.tradeoffs_text import REFERENCE
 from support.page_words import english_in
 
@@ -32,7 +32,7 @@ SHOWN = """async (result) => { const { ResultPanel } = await import("/extensions
     return [...panel.element.querySelectorAll(".hs-sentence, td")].map((part) => part.textContent); }"""
 DRAWN = """() => app.graph.nodes[0].widgets.find((widget) => widget.name === "$$node-text-preview")?.value"""
 TOLD = """async (texts) => { const { errorOf } = await import("/extensions/Halfsafe-Pack/run.mjs");
-    return texts.map((text) => { const { message, advice } = errorOf({ node_id: 1, exception_type: "halfsafe.HalfsafeError", exception_message: `${text}\n` }, null); return `${message} ${advice}`; }); }"""
+    return texts.map((text) => { const { message, advice } = errorOf({ node_id: 1, exception_type: "halfsafe.HalfsafeError", exception_message: `${text}\n` }, null); return [...message, ...advice].filter(Boolean).join(" "); }); }"""
 pytestmark = [
     pytest.mark.language("zh"),
     pytest.mark.once,
@@ -131,9 +131,13 @@ def test_a_value_that_is_words_is_told_in_chinese(comfy: ComfyPage) -> None:
         }
         for say in (str, WORDS.get)
     )
-    result = Result(Message(BEST, **in_english), head=["setting"], rows=[[f"fp32 {REFERENCE}"]])
+    best = joined([Message(BEST, **in_english), Message(FIGURES, **in_english)])
+    result = Result(best, head=["setting"], rows=[[f"fp32 {REFERENCE}"]])
     comfy.evaluate(KEEP, messages_in(result.sentence))
-    assert comfy.evaluate(SHOWN, asdict(result)) == [WORDS[BEST].format(**in_chinese), f"fp32 {WORDS[REFERENCE]}"]
+    assert comfy.evaluate(SHOWN, asdict(result)) == [
+        (WORDS[BEST] + WORDS[FIGURES]).format(**in_chinese),
+        f"fp32 {WORDS[REFERENCE]}",
+    ]
     progress = Message("step {0} of {1} to {2}: {3}", 3, 8, 60, Message("measuring {0} layers", 40))
     comfy.add("HalfsafeAnalyzeLayers")
     comfy.send("halfsafe.messages", text=progress, messages=messages_in(progress))

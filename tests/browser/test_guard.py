@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from browser.comfy_page import WORKFLOWS, ComfyPage
-from halfsafe.precision.base.message import Message
+from halfsafe.precision.base.errors import HalfsafeError
+from halfsafe.precision.base.message import Message, joined, messages_in
+from halfsafe.precision.guard import verdicts
 from halfsafe.precision.report.schema import GuardReport, LayerReport, ModelReport, Report
 
 EVENT = {
@@ -46,7 +48,7 @@ REPORT = Report(
     guard=GuardReport("recovered", 2),
 ).to_json()
 WORDS = json.loads((WORKFLOWS.parent / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
-ADVICE = "Remove the file or download it again. No precision repairs a weight that is NaN or Inf."
+ADVICE = verdicts.ADVICE["bad_weights"]
 ENGLISH = """(selector) => [...document.querySelectorAll(selector)].flatMap((e) => e.textContent.match(/[a-z]+ [a-z]+ [a-z]+ [a-z]+/g) ?? [])"""
 
 
@@ -306,7 +308,7 @@ def test_a_run_that_ends_is_told_once_by_what_is_at_fault(comfy: ComfyPage, pict
     comfy.show_report(REPORT)
     comfy.send("execution_success", prompt_id="clean")
     assert "blocks" in comfy.page.inner_text(".hs-table")
-    cure = "leave it out or download it again. (tensor 'lora_up.weight')"
+    cure = joined(["leave it out or download it again.", "(tensor 'lora_up.weight')"])
     event = {
         **EVENT,
         "recovered": False,
@@ -353,7 +355,10 @@ def test_the_sidebar_keeps_what_messages_told(comfy: ComfyPage) -> None:
     shown = comfy.record_toasts()
     comfy.send("promptQueueing", requestId=1, batchCount=1)
     comfy.send("execution_start", prompt_id="kept")
-    instead = "Computed in fp32, not in the fp16 that the model was set to. Above 65504 fp16 overflows, which gives black pictures."
+    computed, black = (
+        "Computed in fp32, not in the fp16 that the model was set to.",
+        "Above 65504 fp16 overflows, which gives black pictures.",
+    )
     slow, command, why = (
         "int8 is slow here without its kernels.",
         'To install them, run "C:/ComfyUI/python.exe" -m pip install -U comfy-kitchen and restart ComfyUI.',
@@ -361,15 +366,16 @@ def test_the_sidebar_keeps_what_messages_told(comfy: ComfyPage) -> None:
     )
     output = {
         "halfsafe_badge": ["fp16 \u00b7 fp32"],
-        "halfsafe_instead": [instead],
+        "halfsafe_instead": [joined([computed, black])],
         "halfsafe_unmatched": ["blocks.77.* storage=bf16"],
-        "halfsafe_kernels": [f"{slow} {command} {why}"],
+        "halfsafe_kernels": [joined([slow, command, why])],
     }
+    output["halfsafe_messages"] = [messages_in(output)]
     comfy.send("executed", node=guard_id(comfy), display_node=guard_id(comfy), prompt_id="kept", output=output)
     comfy.send("execution_success", prompt_id="kept")
     told = {toast["summary"].removeprefix("Halfsafe: "): toast["detail"] for toast in shown()}
     assert told == {
-        instead.partition(". ")[0] + ".": instead.partition(". ")[2],
+        computed: black,
         "No layer of this model matches:": "blocks.77.* storage=bf16",
         slow: command,
     }
@@ -379,10 +385,9 @@ def test_the_sidebar_keeps_what_messages_told(comfy: ComfyPage) -> None:
         "a message shows the first sentence of each part"
     )
     comfy.send("promptQueueing", requestId=1, batchCount=1)
-    comfy.send(
-        "halfsafe.refused",
-        message="Candidates, line 1, int9/auto: 'int9' is not a storage option. Use one of: auto, int8 as storage.",
-    )
+    problem = "Candidates, line 1, int9/auto: 'int9' is not a storage option."
+    refused = str(HalfsafeError(problem, "Use one of: auto, int8 as storage."))
+    comfy.send("halfsafe.refused", message=refused, messages=messages_in(refused))
     text = comfy.page.text_content(".hs-run")
     assert (
         "The run did not start" in text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from browser.comfy_page import ComfyPage, without_positions
-from halfsafe.precision.base.message import Message
+from halfsafe.precision.base.message import Message, joined
 from halfsafe.precision.report.result import IN_INT8, RESULT_KEY, Result
 
 NODE = "HalfsafeAutoPrecision"
@@ -79,7 +79,7 @@ def test_rules_are_kept_in_the_graph_and_undone(one: ComfyPage, pictures: Path, 
 
 
 GAIN = "int8 ran at 1.84 times the speed of 16 bit (A10G 1.84)."
-OFFERED = Message(IN_INT8, before="8.10 GiB", after="4.10 GiB", why=GAIN)
+OFFERED = joined([Message(IN_INT8, before="8.10 GiB", after="4.10 GiB"), GAIN])
 OFFER = Result(OFFERED, use={"storage": "int8"}, sizes=(round(8.1 * 2**30), round(4.1 * 2**30))).ui()[RESULT_KEY][0]
 STORAGE = "() => app.graph.nodes.find((n) => n.type === 'HalfsafeAutoPrecision').widgets.find((w) => w.name === 'storage').value"
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"

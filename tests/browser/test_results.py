@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from browser.comfy_page import ComfyPage
 from browser.test_sidebar import PLAIN
-from halfsafe.precision.base.message import Message
+from halfsafe.precision.base.errors import CheckpointError
+from halfsafe.precision.base.message import Message, joined, messages_in
 from halfsafe.precision.report.result import CHOSEN, Result
 from halfsafe.precision.study.analysis_text import HEAD
 from support import shapes
@@ -238,11 +239,11 @@ def test_an_error_is_told_by_its_first_sentence(small: ComfyPage, pictures: Path
         "executed": [],
         "exception_type": "halfsafe.CheckpointError",
     }
+    advice = joined(["Get it again.", "Version 2.0 of the site has it."])
+    text = str(CheckpointError("/models/unet/x.safetensors", "the file is cut short", advice=advice))
     small.send("execution_start", prompt_id="bad")
-    small.send(
-        "execution_error",
-        **{**error, "exception_message": "/models/unet/x.safetensors: the file is cut short. Get it again."},
-    )
+    small.send("halfsafe.messages", text=text, messages=messages_in(text))
+    small.send("execution_error", **{**error, "exception_message": f"{text}\n"})
     (toast,) = shown()
     assert (toast["summary"], toast["detail"]) == ("Halfsafe: x.safetensors: the file is cut short.", "Get it again.")
     small.evaluate(TAB)

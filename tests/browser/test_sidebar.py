@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from browser.comfy_page import ComfyPage
 from browser.test_guard import EVENT, REPORT, TOGGLE_TAB
 from halfsafe.precision.base.message import Message, joined, messages_in
 from halfsafe.precision.guard.verdicts import ADVICE
+from halfsafe.precision.report.result import KEPT_IN, LESS, Result
 from support.page_words import english_in
 
 DID = "() => document.querySelector('.hs-did').innerText"
@@ -122,7 +122,7 @@ def test_it_is_said_before_the_run_that_the_picture_will_differ(tab: ComfyPage) 
     tab.evaluate(OPEN_WHY)
     why = tab.evaluate(DID)
     native = tab.evaluate(
-        "async () => { const found = await (await fetch('/halfsafe/device')).json(); return found.messages[found.sentence].values.compute; }"
+        "async () => { const found = await (await fetch('/halfsafe/device')).json(); return found.messages[found.messages[found.sentence].sentences[0]].values.compute; }"
     )
     assert ("The picture will differ a little." in said) == ("bf16" in native), (said, native)
     assert ("wan.safetensors computes in bf16 now, with ComfyUI alone in fp32." in why) == ("bf16" in native), why
@@ -300,34 +300,12 @@ def test_a_message_has_two_lines_and_none_is_shown_beside_its_card(
     comfy = opened_page
     comfy.add("HalfsafeNaNGuard")
     shown = comfy.record_toasts()
-    result = {
-        "sentence": "HALVED",
-        "messages": {
-            "HALVED": {
-                "template": "{file}: {before} -> {after}. Kept in {formats}: {kept} ({reasons}).",
-                "values": {
-                    "file": "clip_l.safetensors",
-                    "before": "235.84 MiB",
-                    "after": "154.84 MiB",
-                    "formats": "fp16",
-                    "kept": "73.84 MiB",
-                    "reasons": "embedding: 72.49 MiB",
-                },
-            }
-        },
-        "tone": "good",
-        "head": [],
-        "rows": [],
-        "marked": None,
-        "text": "",
-        "toast": True,
-        "pictures": [],
-    }
+    less = Message(LESS, file="clip_l.safetensors", before="235.84 MiB", after="154.84 MiB")
+    kept = Message(KEPT_IN, formats="fp16", kept="73.84 MiB", reasons="embedding: 72.49 MiB")
+    output = {name: list(value) for name, value in Result(joined([less, kept]), toast=True).ui().items()}
     for prompt in ("closed", "open"):
         comfy.send("execution_start", prompt_id=prompt)
-        comfy.send(
-            "executed", node="1", display_node="1", prompt_id=prompt, output={"halfsafe_result": [json.dumps(result)]}
-        )
+        comfy.send("executed", node="1", display_node="1", prompt_id=prompt, output=output)
         comfy.send_guard(
             node_id="1",
             prompt_id=prompt,

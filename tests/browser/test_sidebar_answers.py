@@ -26,9 +26,9 @@ from browser.test_sidebar_words import (
     tell,
 )
 from halfsafe.precision.base.message import Message, joined, messages_in
-from halfsafe.precision.devices.measurements import RANGE
+from halfsafe.precision.devices.measurements import BRIEF, RANGE
 from halfsafe.precision.guard.verdicts import ADVICE, EVERY_RUN, NAN_GUARD, ONE_NODE, Place
-from halfsafe.precision.report.result import DEVICE_MEASURED, IN_INT8, Result
+from halfsafe.precision.report.result import COMPUTES_IN, FAST, IN_INT8, Result
 
 LARGE = "() => [...document.querySelectorAll('.hs-answer .hs-headline')].map((e) => e.innerText)"
 RUN = "() => document.querySelector('.hs-run').innerText.replaceAll('\\n\\n', '\\n')"
@@ -189,7 +189,8 @@ def test_what_a_cured_run_says_of_its_guard_has_few_words(bar: ComfyPage) -> Non
 
 FASTER = joined([Message(RANGE, "fp8", "1.2", "16 bit", "A"), Message(RANGE, "int8", "1.10 to 2.00", "16 bit", "A10G 1.84, RTX 3060 2.00, RTX 3090 1.10")])  # fmt: skip
 FASTEST = "int8: 1.10 to 2.00 times 16 bit's speed (A10G 1.84, RTX 3060 2.00, RTX 3090 1.10)"
-OFFER = Result(Message(IN_INT8, before="14.00 MiB", after="5.20 MiB", why=FASTER), use={"storage": "int8"}, sizes=(14 << 20, int(5.2 * 2**20)))  # fmt: skip
+SPEED = Message(BRIEF, storage="int8", times="1.10 to 2.00", cards="A10G 1.84, RTX 3060 2.00, RTX 3090 1.10")
+OFFER = Result(joined([Message(IN_INT8, before="14.00 MiB", after="5.20 MiB"), FASTER]), use={"storage": "int8"}, sizes=(14 << 20, int(5.2 * 2**20)), speed=SPEED)  # fmt: skip
 
 
 def test_an_offer_is_no_result(bar: ComfyPage) -> None:  # noqa: F811
@@ -208,8 +209,8 @@ def test_after_a_halving_the_way_out_of_too_little_memory_is_said(bar: ComfyPage
 
 
 def test_a_halving_tells_what_is_known_of_its_speed_where_int8_gains(bar: ComfyPage) -> None:  # noqa: F811
-    sentence = Message(DEVICE_MEASURED, device="RTX 30xx (Ampere)", compute="fp16", fast="int8", measured=FASTER)
-    found = {"refused": [], "later": {}, "storages": {}, "int8_gains": True, "sentence": sentence, "messages": messages_in(sentence)}  # fmt: skip
+    sentence = joined([Message(COMPUTES_IN, device="RTX 30xx (Ampere)", compute="fp16"), Message(FAST, fast="int8"), FASTER])  # fmt: skip
+    found = {"refused": [], "later": {}, "storages": {}, "int8_gains": True, "sentence": sentence, "speed": SPEED, "messages": messages_in([sentence, SPEED])}  # fmt: skip
     bar.page.route("**/halfsafe/device", lambda route: route.fulfill(json=found))
     try:
         bar.send("reconnected")

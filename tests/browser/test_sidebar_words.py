@@ -9,6 +9,7 @@ import pytest
 from browser.comfy_page import ComfyPage
 from browser.test_guard import EVENT, TOGGLE_TAB
 from browser.test_sidebar import OPEN_WHY, PLAIN
+from halfsafe.precision.base.errors import RuleError
 from halfsafe.precision.base.message import Message, joined, messages_in
 from halfsafe.precision.guard.verdicts import ADVICE, NAN_GUARD
 from halfsafe.precision.make.weight_errors import AGAIN
@@ -16,11 +17,15 @@ from halfsafe.precision.report.result import (
     BEST,
     COMPUTED_IN,
     ERROR,
-    HALVED,
+    FIGURES,
     HOLDS,
+    KEPT_IN,
+    LESS,
+    NEAREST,
     NOT_LESS,
     SAVED,
     SAVED_LARGER,
+    SMALLEST,
     UNRANKED,
     Result,
 )
@@ -51,28 +56,29 @@ def best_of(*goals: str) -> list[dict]:
     ]
 
 
-def measured(sentence: str, *goals: str, **values: object) -> Result:
+def measured(sentences: tuple[str, ...], *goals: str, **values: object) -> Result:
     shown = {"name": Message(COMPUTED_IN, "int8", "bf16"), "small": "int8", "closest": "bf16", "close": Message(ERROR, "0.9 %")}  # fmt: skip
     time = Message("{0} s a step ({1} {2})", "0.533", "bf16", "0.871")
     numbers = {"time": time, "memory": "6.43 GiB (12.4 GiB)"}
-    return Result(Message(sentence, **shown, **numbers, **values), toast=True, use=USE, best=best_of(*goals))
+    told = joined(Message(sentence, **shown, **numbers, **values) for sentence in sentences)
+    return Result(told, toast=True, use=USE, best=best_of(*goals))
 
 
 def halved(before: int, after: int, tone: str = "good") -> Result:
     sizes = {"file": "wan2.1_t2v_1.3B_fp16.safetensors", "before": "2706.51 MiB", "after": "1640.20 MiB"}
     kept = {"formats": "bf16 + fp32", "kept": "73.84 MiB", "reasons": "embedding: 72.49 MiB; norms and biases: 237.00 KiB"}  # fmt: skip
-    sentence = Message(HALVED if tone == "good" else NOT_LESS, **sizes, **kept)
-    return Result(sentence, tone, toast=True, sizes=(before, after), stored={"int8": after * 2 // 3, "bf16": after // 3})  # fmt: skip
+    told = joined(Message(text, **sizes, **kept) for text in ((LESS, KEPT_IN) if tone == "good" else (NOT_LESS,)))
+    return Result(told, tone, toast=True, sizes=(before, after), stored={"int8": after * 2 // 3, "bf16": after // 3})  # fmt: skip
 
 
 ROUNDED = {"count": 240, "before": "int8", "after": "fp8_e4m3fn", "error": "2.7%", "names": "blocks.0.ffn.0, blocks.0.ffn.2 and 238 more"}  # fmt: skip
 RESULTS = {
     "halved": [halved(2838 << 20, 1720 << 20), halved(236 << 20, 155 << 20)],
     "no smaller": [halved(3 << 20, 3 << 20, "warn")],
-    "measured": [measured(BEST, "speed", "memory", "quality")],
-    "noisy": [measured(UNRANKED, "memory", "quality")],
+    "measured": [measured((BEST, FIGURES), "speed", "memory", "quality")],
+    "noisy": [measured((UNRANKED, SMALLEST, NEAREST), "memory", "quality")],
     "saved": [Result(joined([Message(SAVED_LARGER, file="halfsafe_00001_.safetensors", size="5.89 MiB", before="2.95 MiB"), Message(HOLDS, formats="fp32 5.12 MiB, int8 768.00 KiB")]), toast=True)],
-    "saved again": [Result(joined([Message(SAVED, file="halfsafe_00001_.safetensors", size="5.89 MiB"), Message(AGAIN, **ROUNDED)]), toast=True)],
+    "saved again": [Result(joined([Message(SAVED, file="halfsafe_00001_.safetensors", size="5.89 MiB"), *(Message(text, **ROUNDED) for text in AGAIN)]), toast=True)],
 }  # fmt: skip
 GUARDS = {
     "clean": [],
@@ -83,7 +89,7 @@ GUARDS = {
     "device": [("device_fault", GONE)],
     "reported": [("stopped", {**GONE, "ended": False})],
 }
-ADVISED = Message("{culprit}: {cure}", culprit="nan_lora.safetensors holds NaN or Inf", cure="leave it out or download it again. (tensor 'lora_up.weight')")  # fmt: skip
+ADVISED = Message("{culprit}: {cure}", culprit="nan_lora.safetensors holds NaN or Inf", cure=joined(["leave it out or download it again.", "(tensor 'lora_up.weight')"]))  # fmt: skip
 
 
 def put_guard_in(comfy: ComfyPage) -> str:
@@ -172,7 +178,7 @@ def test_each_state_of_the_sidebar_has_few_words(bar: ComfyPage, language: str) 
     start(bar, "out")
     bar.send("execution_error", prompt_id="out", traceback=["  , in load_models_gpu\n"], **OUT)
     few(bar, "out of memory")
-    refused = Message("Rules, line {0}: {1}.", 1, "'blocks.1 storage=bf17' is not a rule")
+    refused = str(RuleError(1, "'blocks.1 storage=bf17' is not a rule"))
     bar.send("halfsafe.refused", message=refused, messages=messages_in(refused))
     few(bar, "refused")
 

@@ -42,7 +42,9 @@ def templates_in(tree: ast.AST) -> Iterator[str]:
             yield from (
                 part.value
                 for part in ast.walk(call.args[0])
-                if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value != "{0} {1}"
+                if isinstance(part, ast.Constant)
+                and isinstance(part.value, str)
+                and part.value not in ("{0} {1}", "{problem} {advice}")
             )
         if name == "joined" and len(call.args) == 2 and call.args[1].value.strip():
             yield f"{{0}}{call.args[1].value}{{1}}"

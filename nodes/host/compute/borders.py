@@ -24,7 +24,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.casting import FLOATS, NARROW, Results, promoting
 from ....precision.base.errors import HalfsafeError
-from ....precision.base.message import Message
+from ....precision.base.message import Message, joined
 from ....precision.base.patching import Patch
 from ..comfyui.attributes import OVERRIDE, casts_weights
 from ..comfyui.code_owner import code_owner
@@ -40,14 +40,17 @@ take."""
 OF_DTYPES = re.compile(
     r"\bdtypes?\b|scalar type|data type|\b(Half|Float|BFloat16)\b|\b(float16|bfloat16|float32|fp16|bf16|fp32)\b"
 )
-REFUSED = (
-    "{0} stopped with '{1}'. With compute fp16_safe or fp32, and where NaN Guard repeats a step in one of them, the "
+REFUSED = "{0} stopped with '{1}'."
+WHY_REFUSED = (
+    "With compute fp16_safe or fp32, and where NaN Guard repeats a step in one of them, the "
     "values between layers are fp32, and with another compute than the model was loaded in they are in another dtype, "
     "which this code, or what it calls, does not take."
 )
-CHOOSE = (
-    "Choose a compute whose values this code takes: bf16, or auto or fp16 if the model stays finite in plain fp16. Or "
-    "put the node of that pack behind the node that chooses the compute, or remove it."
+CHOOSE = joined(
+    [
+        "Choose a compute whose values this code takes: bf16, or auto or fp16 if the model stays finite in plain fp16.",
+        "Or put the node of that pack behind the node that chooses the compute, or remove it.",
+    ]
 )
 
 
@@ -75,8 +78,8 @@ def crossing(function: Callable, place: str = "", results: Results = "fp32") -> 
         except REFUSALS as error:
             if not OF_DTYPES.search(str(error)):
                 raise
-            problem = Message(REFUSED, place or patch_name(function), str(error).partition("\n")[0])
-            raise HalfsafeError(problem, CHOOSE) from error
+            stopped = Message(REFUSED, place or patch_name(function), str(error).partition("\n")[0])
+            raise HalfsafeError(joined([stopped, WHY_REFUSED]), CHOOSE) from error
 
     run.__wrapped__ = function  # type: ignore[attr-defined]
     return run

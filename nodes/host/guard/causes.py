@@ -14,7 +14,7 @@ from ....precision.base.amax import floats
 from ....precision.base.dtypes import name_of
 from ....precision.base.errors import CheckpointError
 from ....precision.base.layers import kind_of, parts_of
-from ....precision.base.message import Message
+from ....precision.base.message import Message, joined
 from ....precision.base.nested import floats_in
 from ....precision.base.patching import Patch
 from ....precision.files.safetensors_file import open_checkpoint
@@ -28,11 +28,20 @@ from ..comfyui.weights import dequantized, weights_of
 from ..load.files import open_model
 
 BAD_COPY = "Weight '{0}' is finite in host memory, but its copy on the device holds NaN or Inf."
-RUN_AGAIN = (
-    "free the model and node cache, and run again. It was damaged after it was loaded, or the file was replaced since."
+RUN_AGAIN = joined(
+    [
+        "free the model and node cache, and run again.",
+        "It was damaged after it was loaded, or the file was replaced since.",
+    ]
 )
 WIDER = "load it with {0} bf16 or fp32."
-WIDER_OR_AGAIN = "load it with {0} bf16 or fp32. If it is Inf there too, download the file again."
+IF_INF_THERE = "If it is Inf there too, download the file again."
+OURS_OR_AGAIN = joined(
+    [
+        "load it with Load Diffusion Model (Halfsafe), or download it again.",
+        "ComfyUI's own loaders cast to fp8 without a scale and read scaled e5m2 as e4m3fn.",
+    ]
+)
 WITHOUT_PATCH = "leave it out or download it again."
 WEAKER = "lower the strength, or load the model with storage bf16 or fp32."
 FUNCTIONS = {"weight": WEIGHT_FUNCTIONS, "bias": BIAS_FUNCTIONS}
@@ -103,9 +112,10 @@ class LoadedWeights:
         file, largest = Path(path).name or "The model", _largest_in(path, name)
         if largest is None and held == torch.float16 and not self.has_nan(name):
             culprit = Message("Weight '{0}' is Inf in fp16, perhaps because its own value is too large for it", name)
-            return _blamed(culprit, Message(WIDER_OR_AGAIN, self._setting))
+            return _blamed(culprit, joined([Message(WIDER, self._setting), IF_INF_THERE]))
         if largest is None or not math.isfinite(largest):
-            cure = Message("{0} (weight '{1}')", _advice_on(weight), name)
+            again = OURS_OR_AGAIN if parts_of(weight)[0].dtype.itemsize == 1 else "download it again."
+            cure = joined([again, Message("(weight '{0}')", name)])
             return _blamed(Message("{0} holds NaN or Inf", file), cure)
         if not held.is_floating_point or largest <= torch.finfo(held).max:
             culprit = Message("Weight '{0}' holds NaN or Inf in memory, but is finite in {1}", name, file)
@@ -122,7 +132,7 @@ class LoadedWeights:
                 found = _bad_lora_files()
                 if not found:
                     return _blamed(Message("A LoRA or other patch of '{0}' holds NaN or Inf", weight), WITHOUT_PATCH)
-                cure = Message("{0} (tensor '{1}')", WITHOUT_PATCH, next(iter(found.values())))
+                cure = joined([WITHOUT_PATCH, Message("(tensor '{0}')", next(iter(found.values())))])
                 return _blamed(Message("{0} holds NaN or Inf", ", ".join(found)), cure)
         return ""
 
@@ -135,15 +145,6 @@ class LoadedWeights:
 def _blamed(culprit: str, cure: str) -> str:
     """Return the culprit and the cure as one message; the page reads both by these names."""
     return Message("{culprit}: {cure}", culprit=culprit, cure=cure)
-
-
-def _advice_on(weight: torch.Tensor) -> str:
-    if parts_of(weight)[0].dtype.itemsize == 1:
-        return (
-            "load it with Load Diffusion Model (Halfsafe), or download it again. ComfyUI's own loaders cast to fp8 "
-            "without a scale and read scaled e5m2 as e4m3fn."
-        )
-    return "download it again."
 
 
 def _largest_in(file: str, name: str) -> float | None:

@@ -8,9 +8,10 @@ from comfy_execution.progress import get_progress_state
 
 from ....precision.base.message import Message
 from ....precision.base.modes import label_of
+from ....precision.check import drift
 from ....precision.guard.log import GuardLog, Notify
 from ....precision.guard.policy import EVENT, OFF, OnNan
-from ....precision.guard.verdicts import CURED, EVERY_RUN, NAN_GUARD, ONE_NODE, Place
+from ....precision.guard.verdicts import CURED, EVERY_RUN, LINES, NAN_GUARD, ONE_NODE, Place
 from ....precision.report.schema import EncoderReport, GuardEvent, plain
 from ..comfyui.page import running_node_id, running_prompt, running_prompt_id, send, show_progress
 
@@ -87,6 +88,7 @@ def _notifier(node_id: str | None, prompt: str | None, of: str, planner: str | N
             "message": message,
             "brief": event.brief if event else message,
             "advice": advice,
+            "line": _line_of(advice),
             "of": of,
             "fell_back": planner if event and event.fell_back else None,
             "planner": planner,
@@ -99,6 +101,12 @@ def _notifier(node_id: str | None, prompt: str | None, of: str, planner: str | N
         send(EVENT, data)
 
     return notify
+
+
+def _line_of(advice: str) -> str:
+    """Return what a card shows of advice: its first sentence, or the line in its place if it is long."""
+    first, *_ = getattr(advice, "sentences", ()) or (advice,)
+    return {**LINES, **drift.LINES}.get(getattr(advice, "template", advice), first)
 
 
 def encoder_reports() -> list[EncoderReport]:

@@ -14,6 +14,7 @@ from ....precision.base.layer_names import plain_name
 from ....precision.base.message import Message, joined
 from ....precision.base.options import ComputeOption
 from ....precision.base.text import listed, size_text
+from ....precision.devices.measurements import told as published
 from ....precision.devices.memory import require_memory
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
 from ....precision.formats.comfy_format import made_here, tensors_made
@@ -157,9 +158,9 @@ def offered_in_int8(patcher: ModelPatcher, rules: Rules) -> dict[str, tuple[str]
     for name, weight in weights.items():
         plain = weight.numel() * dtype_named(of_file[name]).itemsize if name in of_file else weight.nbytes
         after += FORMAT_OF_STORAGE[made[weight]].stored_bytes(*weight.shape) if weight in made else plain
-    why = device.reason("int8_matmul_gains")
-    told = Message(IN_INT8, before=size_text(before), after=size_text(after), why=why)
-    return Result(told, text=told, use={"storage": "int8"}, sizes=(before, after)).ui()
+    why, speed = device.reason("int8_matmul_gains"), published(device.profile.name, "int8", brief=True)
+    told = joined([Message(IN_INT8, before=size_text(before), after=size_text(after)), why])
+    return Result(told, text=told, use={"storage": "int8"}, sizes=(before, after), speed=speed).ui()
 
 
 def _again(patcher: ModelPatcher, storage: StorageAtHand, rules: Rules, disable_dynamic: bool = False) -> ModelPatcher:

@@ -16,7 +16,7 @@ from comfy.cli_args import args
 
 from ....precision.base.dtypes import dtype_named
 from ....precision.base.errors import CheckpointError
-from ....precision.base.message import Message
+from ....precision.base.message import Message, joined
 from ....precision.base.text import size_text
 from ....precision.devices.measurements import MARGIN, Measurement, told, told_here
 from ....precision.files.safetensors_file import open_checkpoint
@@ -116,7 +116,8 @@ def _judged(loader: Mapping, options: Mapping[str, str], kept: Sequence[Kept]) -
         of its weights now; ``sizes``: those of its model in each of the ``storages`` asked for; ``left``: the storages
         of fewer bits for a model in 8 bits, each with its ``bytes`` and the ComfyUI that it ``needs``, empty where this
         one runs it; ``activations``: see :func:`_activations`; ``measured``: what was measured of this model, empty
-        where nothing was. The reason alone if ours cannot read a file.
+        where nothing was. The reason alone if ours do not read such files; with ``problem`` and ``advice``, of which it
+        is made, if a file is damaged or not known.
     """
     parts = []
     missing = []
@@ -131,7 +132,8 @@ def _judged(loader: Mapping, options: Mapping[str, str], kept: Sequence[Kept]) -
             file = open_checkpoint(path)
             checkpoint = read_checkpoint(file, file.metadata, path)
         except CheckpointError as error:
-            return {"reason": Message("{0}: {1}", name, error.found)}
+            problem = Message("{0}: {1}", name, error.found)
+            return {"reason": joined([problem, error.advice]), "problem": problem, "advice": error.advice}
         if DIFFERENCE in checkpoint.weights:
             return {"reason": DIFFERENCES}
         parts += _parts(loader["folder"], checkpoint)

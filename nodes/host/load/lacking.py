@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....precision.base.errors import CheckpointError
 from ....precision.base.layers import kind_of
-from ....precision.base.message import Message
+from ....precision.base.message import Message, joined
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.formats.registry import stored_shapes
 from ..comfyui.attributes import dtype_made_for, made_when_loaded, quantization_format
@@ -34,7 +34,12 @@ COPIES = {aten._to_copy.default, aten.clone.default}
 SHOWN = 5
 TENSOR_NAME = re.compile(r"\w+(\.[\w-]+)+")
 AGAIN = "Download it again, or use another file."
-MISFIT = "Are these parts of two models with the same file names? Download the model again, into an empty folder."
+MISFIT = joined(
+    [
+        "Are these parts of two models with the same file names?",
+        "Download the model again, into an empty folder.",
+    ]
+)
 _MISMATCH = re.compile(r"size mismatch for (\S+): .*?Size\(\[(.*?)\]\) from checkpoint, .*?Size\(\[(.*?)\]\)")
 logger = logging.getLogger("halfsafe")
 

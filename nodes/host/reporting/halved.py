@@ -62,14 +62,14 @@ def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
     kept_for = (Message("{0}: {1}", reason, size_text(size)) for reason, size in reasons.most_common(SHOWN))
     told["reasons"] = joined(kept_for, "; ")
     saves = before - held > LEAST * before
-    sentence = result.HALVED if kept else result.LESS
+    sentences = (result.LESS, result.KEPT_IN) if kept else (result.LESS,)
     if kept.total() == held:
-        sentence = result.AS_IT_IS
+        sentences = (result.AS_IT_IS,)
     elif below and not saves:
-        sentence = result.NOT_LESS
+        sentences = (result.NOT_LESS,)
     costs = (cost for record in records for cost in record.costs)
     speeds = (_speed_told(record, patcher) for record, patcher in zip(records, loaded, strict=True))
-    message = joined([Message(sentence, **told), *costs, *speeds])
+    message = joined([*(Message(sentence, **told) for sentence in sentences), *costs, *speeds])
     tone = GOOD if saves else WARN
     return Result(message, tone, text=message, toast=True, sizes=(before, held), stored=dict(stored)).ui()
 

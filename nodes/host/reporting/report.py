@@ -138,8 +138,9 @@ def _write_reasons(layers: list[LayerReport], reasons: Reasons) -> None:
 def _add_record(report: Report | ControlReport, record: ModelPlan) -> None:
     report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
     report.without_effect = [*record.without_effect, *_unmet(record, report.layers)]
+    report.file = Path(record.file).name
     report.decisions = {
-        "file": Message("{0}, {1}", Path(record.file).name, dialect_text(record.dialects)),
+        "file": Message("{0}, {1}", report.file, dialect_text(record.dialects)),
         "storage": str(record.storage),
     }
     report.notes += [*record.costs, *record.notes]

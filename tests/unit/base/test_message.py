@@ -29,7 +29,9 @@ def test_the_text_of_an_error_keeps_the_template():
     assert str(error) == "a.safetensors: tensor 'w': only 3 bytes long. Check the path."
     found = messages_in(str(error))
     assert found["only 3 bytes long"] == {"template": "only {0} bytes long", "values": {"0": 3}}
-    assert found[str(error)]["values"] == {"0": "a.safetensors: tensor 'w': only 3 bytes long.", "1": "Check the path."}
+    problem = "a.safetensors: tensor 'w': only 3 bytes long."
+    assert found[str(error)]["values"] == {"problem": problem, "advice": "Check the path."}
+    assert found[problem]["values"]["file"] == "a.safetensors"
     assert str(Message("{0}, but {1}", "int8", ValueError(INNER))) == "int8, but in fp32"
     assert INNER in messages_in([Message("{0}, but {1}", "int8", ValueError(INNER))])
     assert str(HalfsafeError("No model.")) == "No model."
@@ -47,6 +49,17 @@ def test_texts_are_joined_without_the_empty_ones():
     assert joined([]) == joined(["", ""]) == "" and joined(["", WHOLE]) is WHOLE
     text = joined(["a", "", INNER, "b"], "; ")
     assert text == "a; in fp32; b" and messages_in(text)["a; in fp32"]["template"] == "{0}; {1}"
+
+
+def test_joined_sentences_are_known_apart():
+    """The page shows the first ones large: it does not look for where a sentence ends."""
+    first, whole = Message("{0} layers.", 3), "Version 2.0 has it, e.g. ComfyUI 0.30. Update!"
+    told = joined([joined(["", first]), joined([whole, "Then run."]), Message("{0}.", INNER)])
+    assert told.sentences == (first, whole, "Then run.", "in fp32.")
+    assert messages_in(told)[told]["sentences"] == [*told.sentences]
+    assert "sentences" not in messages_in(first)[first] and joined([first]) is first
+    assert not joined(["a", "b"], ", ").sentences and joined(["a.", "b."], "\n").sentences == ("a.", "b.")
+    assert pickle.loads(pickle.dumps(told)).sentences == copy.deepcopy(told).sentences == told.sentences
 
 
 def test_what_an_empty_value_leaves_at_an_end_is_removed():

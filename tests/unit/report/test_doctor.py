@@ -12,6 +12,7 @@ from halfsafe.precision.devices import probes
 from halfsafe.precision.devices.measurements import MEASURED
 from halfsafe.precision.devices.profiles import GAINS, PROFILE_NAMES
 from halfsafe.precision.report import doctor
+from halfsafe.precision.report.result import FAST
 from support.probing import forget_probes
 
 MODELS = ("Wan 2.1, 2.2", "SDXL", "Z-Image, Qwen-Image", "Flux")
@@ -97,10 +98,13 @@ def test_a_device_that_was_measured_is_described_by_every_figure_not_by_the_best
     description = doctor.diagnose(profile=name)
     result = doctor.diagnosis_result(description)
     figures = [row for row in MEASURED.get(name, ()) if row.setting in GAINS.values()]
-    assert ("{measured}" in result.sentence.template) is bool(figures)
-    assert all(f"{row.card} {row.times}" in result.sentence.named["measured"] for row in figures)
+    _, second, *others = result.sentence.sentences
+    assert (getattr(second, "template", second) == FAST) is bool(figures)
+    assert all(f"{row.card} {row.times}" in " ".join(others) for row in figures)
     fast = [kind for kind in ("int8", "fp8") if description["capabilities"][f"{kind}_matmul_gains"]["value"]]
-    assert [kind for kind in ("int8", "fp8") if kind in result.sentence.named["fast"].split(", ")] == fast
+    assert not figures or [kind for kind in ("int8", "fp8") if kind in second.named["fast"].split(", ")] == fast
+    assert bool(result.speed) == any(row.setting == "int8" and row.to == "16 bit" for row in figures)
+    assert all(row.card in result.speed for row in figures if row.setting == "int8" and row.to == "16 bit")
 
 
 def test_the_doctor_changes_no_flag_and_starts_no_process(monkeypatch):

@@ -87,6 +87,7 @@ def test_json_is_the_contracts_key_for_key_in_its_order():
         "encoders",
         "control_nets",
         "attention_in_fp32",
+        "file",
         "modes",
         "storages",
         "rules",

@@ -257,7 +257,9 @@ def sentence(rows, **about) -> str:
 
 
 def template_of(result) -> str:
-    return getattr(result.sentence, "template", result.sentence)
+    """The template of the first sentence, which is the answer."""
+    first, *_ = getattr(result.sentence, "sentences", ()) or (result.sentence,)
+    return getattr(first, "template", first)
 
 
 def test_the_first_line_answers_in_one_sentence():
