@@ -10,10 +10,10 @@ from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.dtypes import name_of
 from ....precision.base.message import Message, joined
-from ....precision.base.modes import FP16_ACC16, INT8
+from ....precision.base.modes import FP8, FP16_ACC16, INT8
 from ....precision.formats.checkpoint import dialect_text
 from ....precision.plan.auto import missing_kernels, why_int8_is_slow
-from ....precision.plan.compute import WEIGHTS_FOR
+from ....precision.plan.compute import LEAVES_QUANTIZED, WEIGHTS_FOR
 from ....precision.plan.load import ModelPlan
 from ....precision.report.schema import (
     ControlReport,
@@ -31,6 +31,7 @@ from ..comfyui.attributes import kernel_of_file
 from ..comfyui.gate import UNEQUAL, met_in
 from ..comfyui.layers import activation_dtype, layers_of, matrix_layers, modules_of
 from ..comfyui.model_facts import bytes_by_storage, foreign_layers, parameter_count, record_of, storage_of
+from ..comfyui.weights import multiplies_in_fp8
 from ..compute.attention import ATTENTIONS, KITCHEN
 from ..compute.executor import Compute, compute_of, quantized_attention
 from ..compute.layer_modes import states_of
@@ -43,6 +44,10 @@ from ..lora.patcher import low_rank_reasons
 PATCHED_BY = (
     "A model patch ({0}) runs inside this model's calls. It is checked and repeated with them, but its own layers are "
     "in no compute plan."
+)
+MULTIPLIED_IN_FP8 = (
+    "ComfyUI multiplies {0} layers in fp8 itself, with inputs clamped to 448, because the model was loaded with "
+    "fp8_e4m3fn_fast or --fast fp8_matrix_mult. Choose another weight_dtype in its loader."
 )
 PACKED = "{0} layers are packed in another loader's format ({1}); Save Model cannot read them."
 OF_FILE = "attention of the file"
@@ -179,6 +184,12 @@ def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPa
     choice = str(compute.plan.choice)
     all_others = Message("all other layers: {0}", choice)
     report.decisions["compute"] = joined([*by_rules, all_others], "; ") if by_rules else choice
+    asked, modes = compute.plan.choice.requested, {layer.name: layer.mode for layer in report.layers}
+    fast = {name for name, module in matrix_layers(patcher.model) if multiplies_in_fp8(module)} - {
+        *compute.plan.decisions
+    }
+    if asked not in LEAVES_QUANTIZED and (left := sum(modes[name] == FP8.name for name in fast)):
+        report.without_effect.append(WithoutEffect(f"compute={asked}", Message(MULTIPLIED_IN_FP8, left)))
     if compute.plan.instead:
         report.decisions["instead"] = compute.plan.instead
     if blocks := compute.attention_in_fp32(patcher):

@@ -183,3 +183,13 @@ def test_a_check_compares_a_model_of_fp8_products_with_fp32(comfy, fast):
     assert {each.result for each in spy.seen if each.operands == ("fp8", "fp8")} == {"bf16"}
     [check] = guarding.report_of(model).checks
     assert (check.arithmetic, check.repeats) == ("fp8", 1)
+
+
+@pytest.mark.parametrize(("compute", "told"), [("auto", False), ("bf16", True), ("fp32", True), ("fp16_safe", False)])
+def test_a_compute_that_leaves_comfyuis_fp8_products_says_so(comfy, fast, compute, told):
+    model = with_compute(comfy, fast("z_image"), compute)
+    for found in (families.report(comfy, model), families.capture(model, "z_image") and families.report(comfy, model)):
+        left = [layer["name"] for layer in found["layers"] if layer["mode"] == "fp8"]
+        said = [each["reason"] for each in found["without_effect"] if each["setting"] == f"compute={compute}"]
+        assert bool(said) == told and (bool(left) or not told)
+        assert all(f"ComfyUI multiplies {len(left)} layers in fp8 itself" in reason for reason in said)
