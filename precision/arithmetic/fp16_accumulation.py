@@ -25,8 +25,9 @@ class Fp16Sums(Proof):
     """Run the product of a Linear with fp16 accumulation, in a scope in which the flag is off,
     until fp16 sums overflow.
 
-    The calibrating call returns products with fp32 sums, and tries fp16 sums beside them. As a
-    proof it checks the amax of the layer's result, in the calls after :meth:`look`.
+    The calibrating call returns products with fp16 sums as later calls do, or with fp32 sums if
+    fp16 sums overflow: the first run of a seed equals the next. As a proof it checks the amax of
+    the layer's result, in the calls after :meth:`look`.
 
     ``weights``: weight provider, or None if the module's weight is not accessible, so sums stay in
     fp32.
@@ -57,8 +58,8 @@ class Fp16Sums(Proof):
         self.device = self._ran_on
 
     def __call__(self, product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Return ``product(x)``; in a calibrating call, the product of the weight that fp16 sums
-        were tried with."""
+        """Return ``product(x)``; in a calibrating call, the product of the weight that was asked
+        for once."""
         if x.dtype != torch.float16 or self.weights is None:
             return product(x)
         if self.calibration.calibrating:
@@ -77,12 +78,13 @@ class Fp16Sums(Proof):
         with self.calibration.hiding.pause(), lent(weights(self.module, x, torch.float16)) as (weight, bias):
             bias = None if bias is None else bias.to(x.dtype)
             with flags_set({FP16_ACCUMULATION: True}):
-                numbers = torch.stack([amax(x), amax(F.linear(x, weight, bias))])
-            result = F.linear(x, weight, bias)
-            operand, tried = numbers.tolist()
-        if math.isfinite(operand):  # what an input that is not finite gives says nothing about sums
-            self.ran, self._ran_on = True, x.device
-            self.overflowed = self.overflowed or not math.isfinite(tried)
+                result = F.linear(x, weight, bias)
+            operand, tried = torch.stack([amax(x), amax(result)]).tolist()
+            if math.isfinite(operand):  # what an input that is not finite gives says nothing about sums
+                self.ran, self._ran_on = True, x.device
+                self.overflowed = self.overflowed or not math.isfinite(tried)
+            if not self.in_fp16:
+                result = F.linear(x, weight, bias)
         if self.in_fp16:
             self.calibration.hiding.ran(self.name, self)
         return result
