@@ -46,7 +46,6 @@ is the weight's dtype."""
 FUSES_INT8 = "_int8_convrot_linear"
 HALF = (torch.float16, torch.bfloat16)
 NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
-_methods_of_norms = operator.attrgetter(*FORWARDS[:2])
 Dtype: TypeAlias = torch.dtype | None
 
 
@@ -135,7 +134,7 @@ def uncast_norm(module: torch.nn.Module) -> list[Patch]:
     if kind is None or not casts_weights(module) or not _only_computes(module) or module.weight is None:
         return []
     cls, plain = type(module), kind.forward
-    own = _methods_of_norms(cls)
+    own, cast = cls.forward, getattr(cls, FORWARDS[1])
     if not plain.__module__.startswith("torch.nn."):
         return []
 
@@ -143,7 +142,9 @@ def uncast_norm(module: torch.nn.Module) -> list[Patch]:
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         # Other packs put code of theirs in place of a norm's after this was made: AnimateDiff-Evolved replaces
         # torch's GroupNorm, and ComfyUI's, in each call (animatediff/sampling.py).
-        is_own = kind.forward is plain and _methods_of_norms(cls) == own and FORWARDS[1] not in vars(module)
+        # Written so that a graph of torch.compile does not break there.
+        is_own = kind.forward is plain and cls.forward is own and getattr(cls, FORWARDS[1]) is cast
+        is_own = is_own and FORWARDS[1] not in module.__dict__
         if args or kwargs or not is_own or not lie_ready(module, weight, bias, x):
             return cls.forward(module, x, *args, **kwargs)
         comfy.ops.run_every_op()
