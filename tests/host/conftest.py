@@ -236,11 +236,16 @@ def _is_magnitude(x: torch.Tensor, ord: float) -> bool:
     return ord == math.inf and x.numel() >= LARGE and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
 
 
+def _magnitude(x: torch.Tensor) -> torch.Tensor:
+    lowest, largest = torch.aminmax(x)  # no copy of the tensor, as ``abs`` makes
+    return torch.maximum(-lowest, largest).abs()
+
+
 def _norm(own: Callable) -> Callable:
     def norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
         if not _is_magnitude(x, ord):
             return own(x, ord, dim, keepdim, dtype=dtype)
-        largest = x.abs().amax(() if dim is None else dim, keepdim)
+        largest = _magnitude(x) if dim is None and not keepdim else x.abs().amax(() if dim is None else dim, keepdim)
         return largest if dtype is None else largest.to(dtype)
 
     return norm
@@ -248,9 +253,9 @@ def _norm(own: Callable) -> Callable:
 
 def _norm_to(own: Callable) -> Callable:
     def norm(x, ord=2, dim=None, keepdim=False, *, dtype=None, out):
-        if dim is not None or not _is_magnitude(x, ord):
+        if dim is not None or keepdim or not _is_magnitude(x, ord):
             return own(x, ord, dim, keepdim, dtype=dtype, out=out)
-        return out.copy_(x.abs().amax((), keepdim))
+        return out.copy_(_magnitude(x))
 
     return norm
 
