@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import math
 import os
 import shutil
 import tempfile
@@ -22,7 +21,7 @@ from unittest import mock
 import pytest
 import torch
 from setup.comfyui_server import MODEL_FOLDERS, Server, make_base_directory
-from support import families, inprocess, next_core, second_device, tiny_models
+from support import families, fast_norm, inprocess, next_core, second_device, tiny_models
 from support.cuda_rules import RULES, CudaRules, HostReads, rules_in_kernels, with_rules
 from support.guarded_runs import MODEL
 from torch._C import DispatchKey, DispatchKeySet
@@ -30,9 +29,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 CPU = DispatchKeySet(DispatchKey.CPU)
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
-NORM = "linalg_vector_norm"
-LARGE = 2048
-"""Elements from which on a kernel in Python is worth it."""
 CONVOLUTIONS = ("_slow_conv2d_forward", "slow_conv3d_forward")
 HERE = Path(__file__).parent
 ROOT = HERE.absolute().parents[1]
@@ -187,8 +183,7 @@ def fast_matmuls() -> Iterator[None]:
     kernels = {
         "_scaled_mm": _scaled_mm(_own("_scaled_mm")),
         **{name: _convolution(_own(name)) for name in CONVOLUTIONS},
-        NORM: _norm(_own(NORM)),
-        f"{NORM}.out": _norm_to(_own(f"{NORM}.out")),
+        **fast_norm.kernels(),
     }
     kernels |= {name: _product(_own(name)) for name in PRODUCTS}
     for operation in RULES:
@@ -230,34 +225,6 @@ def _product(own: Callable) -> Callable:
         return own(*(tensor.float() for tensor in tensors), **factors).half()
 
     return product
-
-
-def _is_magnitude(x: torch.Tensor, ord: float) -> bool:
-    return ord == math.inf and x.numel() >= LARGE and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
-
-
-def _magnitude(x: torch.Tensor) -> torch.Tensor:
-    lowest, largest = torch.aminmax(x)  # no copy of the tensor, as ``abs`` makes
-    return torch.maximum(-lowest, largest).abs()
-
-
-def _norm(own: Callable) -> Callable:
-    def norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
-        if not _is_magnitude(x, ord):
-            return own(x, ord, dim, keepdim, dtype=dtype)
-        largest = _magnitude(x) if dim is None and not keepdim else x.abs().amax(() if dim is None else dim, keepdim)
-        return largest if dtype is None else largest.to(dtype)
-
-    return norm
-
-
-def _norm_to(own: Callable) -> Callable:
-    def norm(x, ord=2, dim=None, keepdim=False, *, dtype=None, out):
-        if dim is not None or keepdim or not _is_magnitude(x, ord):
-            return own(x, ord, dim, keepdim, dtype=dtype, out=out)
-        return out.copy_(_magnitude(x))
-
-    return norm
 
 
 def _convolution(own: Callable) -> Callable:
