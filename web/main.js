@@ -46,7 +46,7 @@ const page = new Page(app, api, drawRun);
 
 /** A badge's words, those with a translation in the page's language. @param {any} node @param {any} output */
 function badgeText(node, output) {
-  const words = (output?.halfsafe_badge?.[0] ?? "").split(BETWEEN_WORDS);
+  const words = [...(output?.halfsafe_badge?.[0] ?? [])];
   const [, other] = [...(page.ranIn.get(page.tab) ?? [])].find(([id]) => page.nodeById(id) === node) ?? [];
   if (words[0] && page.isEarlier(node, output)) words.unshift("of an earlier run");
   else if (isPlannedAnew(node)) words.splice(1, 1);

@@ -238,8 +238,7 @@ async function whatIsLost(app, measure, use, steps, quantizing) {
 function storageNow(app, node) {
   if (!isOurs(node)) return CAST_TO[valueOf(node, "weight_dtype")] ?? "as_file";
   const storage = valueOf(node, "storage");
-  const [held = ""] = outputOf(app, node)?.halfsafe_badge ?? [];
-  const [stored] = held.split(" \u00b7 ");
+  const [[stored = ""] = []] = outputOf(app, node)?.halfsafe_badge ?? [];
   return storage === "auto" ? stored.split(" + ").find((/** @type {string} */ word) => QUANTIZED.test(word)) ?? storage : storage;
 }
 

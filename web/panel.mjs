@@ -249,8 +249,8 @@ export function headOf(report) {
 }
 
 /** The class of a model, which says nothing of the pack's own. @param {Report} report */
-function nameOfModel({ model, decisions }) {
-  return decisions?.file?.startsWith(BUILT_IN) ? t("Halfsafe's built-in model") : model.class || t("unknown model");
+function nameOfModel({ model, file }) {
+  return file === BUILT_IN ? t("Halfsafe's built-in model") : model.class || t("unknown model");
 }
 
 /** @param {Report} report */

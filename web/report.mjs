@@ -11,7 +11,7 @@ import { said, t, together } from "./words.mjs";
  * @typedef {{node: string, kind: string, verdict: string, messages: string[], advice: string, calls?: number}} Encoder
  * @typedef {{file: string, class: string, calls: number | null, layers: Layer[], notes: string[]}} Control
  * @typedef {{parameters: string, size: string, stored: {name: string, share: number, size: string}[], computed: {name: string, share: number, layers: number}[], rows: {name: string, layers: number[]}[]}} View
- * @typedef {{version: number, device: any, model: any, layers: Layer[], without_effect: {setting: string, reason: string}[], notes: string[], decisions?: Record<string, string>, guard: Guard, encoders: Encoder[], control_nets: Control[], ran?: boolean, modes: Record<string, {label: string, colour: string}>, storages: Record<string, {colour: string}>, rules: string, view: View}} Report
+ * @typedef {{version: number, device: any, model: any, layers: Layer[], without_effect: {setting: string, reason: string}[], notes: string[], decisions?: Record<string, string>, file?: string, guard: Guard, encoders: Encoder[], control_nets: Control[], ran?: boolean, modes: Record<string, {label: string, colour: string}>, storages: Record<string, {colour: string}>, rules: string, view: View}} Report
  * @typedef {Layer & {members: Layer[]}} Row
  */
 

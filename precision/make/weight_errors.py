@@ -69,5 +69,6 @@ def told_again(plans: Mapping[str, LayerPlan], errors: Mapping[str, float], merg
         error = f"{sum(found) / len(found):.1%}" if found else "an unknown size"
         layers = listed([name.removesuffix(".weight") for name in names], 2)
         values = {"count": len(names), "before": before, "after": after, "error": error, "names": layers}
-        told.append(joined(Message(sentence, **values) for sentence in (MERGED if is_merged else AGAIN)))
+        sentences = MERGED if is_merged else AGAIN
+        told.append(joined(Message(sentence, **values) for sentence in sentences))
     return told

@@ -43,9 +43,9 @@ def tradeoffs_result(found: Measurements) -> Result:
     told: tuple[str, ...]
     if best.snr_db < FLOORS["balanced"]:
         values["floor"] = error_text(FLOORS["balanced"])
-        told, tone, use = (result.CLOSEST, result.IS_CLOSEST, result.FIGURES), WARN, None
+        told, tone, use = [result.CLOSEST, result.IS_CLOSEST, result.FIGURES], WARN, None
     else:
-        told, tone, use = (result.BEST, result.FIGURES), GOOD, _use(best, found)
+        told, tone, use = [result.BEST, result.FIGURES], GOOD, _use(best, found)
     message = joined(Message(sentence, **values) for sentence in told)
     return Result(message, tone, TABLE, rows, 0, text, toast=True, use=use, copied=copied, best=choices)
 

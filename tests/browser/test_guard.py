@@ -138,7 +138,7 @@ def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: 
     def badge_after(*cached: str, end: str = "execution_success") -> str:
         for event, detail in (("execution_start", {}), ("execution_cached", {"nodes": list(cached)}), (end, {})):
             comfy.send(event, prompt_id="shown", **detail)
-        comfy.show({node: {"halfsafe_badge": ["fp32 \u00b7 fp16 \u00b7 guarded"]}})
+        comfy.show({node: {"halfsafe_badge": [["fp32", "fp16", "guarded"]]}})
         return comfy.badges()["HalfsafeNaNGuard"]
 
     assert badge_after(end="") == "fp32 \u00b7 plans fp16 \u00b7 guarded", "it runs yet"
@@ -365,7 +365,7 @@ def test_the_sidebar_keeps_what_messages_told(comfy: ComfyPage) -> None:
         "Expected here, but the probe int8_kernels failed.",
     )
     output = {
-        "halfsafe_badge": ["fp16 \u00b7 fp32"],
+        "halfsafe_badge": [["fp16", "fp32"]],
         "halfsafe_instead": [joined([computed, black])],
         "halfsafe_unmatched": ["blocks.77.* storage=bf16"],
         "halfsafe_kernels": [joined([slow, command, why])],

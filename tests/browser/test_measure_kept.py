@@ -21,7 +21,7 @@ SAVED = {
     "halved": ("await halveMemory(app, api);", "The halving would be undone."),
     "set by hand": (f"""await halveMemory(app, api); delete of("{LOADER}").properties.halfsafe_before; give(of("{LOADER}"), "storage", "int8");""", "It was set to storage int8."),
     "chosen by auto at its last run": (
-        f"""await halveMemory(app, api); give(of("{LOADER}"), "storage", "auto"); app.nodeOutputs[of("{LOADER}").id] = {{ halfsafe_badge: ["int8 + bf16 \\u00b7 bf16"] }};""",
+        f"""await halveMemory(app, api); give(of("{LOADER}"), "storage", "auto"); app.nodeOutputs[of("{LOADER}").id] = {{ halfsafe_badge: [["int8 + bf16", "bf16"]] }};""",
         "The halving would be undone.",
     ),
     "cast by ComfyUI": ("""give(of("UNETLoader"), "weight_dtype", "fp8_e5m2");""", "It was set to storage fp8_e5m2."),

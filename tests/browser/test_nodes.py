@@ -69,7 +69,7 @@ def test_panel_badge_and_sidebar_follow_the_pages_language_without_a_reload(comf
     comfy.add("HalfsafeReport", "HalfsafeAccumulation")
     comfy.load(comfy.saved())
     node = comfy.evaluate("() => String(app.graph.nodes.find((n) => n.type === 'HalfsafeAccumulation').id)")
-    comfy.show({node: {"halfsafe_badge": ["fp16 sums \u00b7 tf32"]}})
+    comfy.show({node: {"halfsafe_badge": [["fp16 sums", "tf32"]]}})
     for language, speak in (("zh", words.__getitem__), ("en", str)):
         comfy.speak(language)
         shown = (
@@ -85,7 +85,7 @@ def test_panel_badge_and_sidebar_follow_the_pages_language_without_a_reload(comf
 @pytest.mark.drawn
 def test_badges_stay_within_a_narrow_node(comfy: ComfyPage) -> None:
     (node,) = comfy.add("HalfsafeNaNGuard")
-    comfy.show({str(node): {"halfsafe_badge": ["fp8_e4m3fn \u00b7 bf16 \u00b7 guarded"]}})
+    comfy.show({str(node): {"halfsafe_badge": [["fp8_e4m3fn", "bf16", "guarded"]]}})
     comfy.settle()
     edges = "() => [...document.querySelectorAll('.lg-node')].map((e) => { const end = e.getBoundingClientRect().right; return [...e.querySelectorAll('[style*=\"rgb(29, 92, 82)\"]')].map((badge) => badge.getBoundingClientRect().right < end); }).flat()"
     assert comfy.evaluate(edges) == [True] * comfy.vue, "a canvas has no elements: it draws badges above the node"

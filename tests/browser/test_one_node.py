@@ -53,7 +53,7 @@ def test_it_shows_what_ran(one: ComfyPage, pictures: Path, cell: str) -> None:
     )
     loader = one.evaluate("""() => { const of = (type) => app.graph.nodes.find((n) => n.type === type), loader = of("HalfsafeLoadDiffusionModel");
         loader.connect(0, of("KSampler"), "model"); return String(loader.id); }""")
-    one.show({loader: {"halfsafe_badge": ["fp16 \u00b7 fp16"]}})
+    one.show({loader: {"halfsafe_badge": [["fp16", "fp16"]]}})
     assert one.badges()["HalfsafeLoadDiffusionModel"] == "fp16 \u00b7 fp16", "past the one node its own plan runs"
 
 

@@ -44,10 +44,10 @@ _told: set[str] = set()
 """What was said of missing kernels in this process."""
 
 
-def badge(*words: str | None) -> dict[str, list[str]]:
+def badge(*words: str | None) -> dict[str, list[list[str]]]:
     """Make a node's ui output that puts the words on its badge; empty where there is none to show."""
     shown = list(filter(None, words))
-    return {BADGE_KEY: [" \u00b7 ".join(shown)]} if shown else {}
+    return {BADGE_KEY: [shown]} if shown else {}
 
 
 def model_ui(model, *more: str | None) -> dict[str, list]:

@@ -25,7 +25,7 @@ def files(models_dir):
 def run(comfy, node_id, **inputs):
     """The node's outputs and the words on its badge."""
     output = comfy.nodes[node_id].execute(**inputs)
-    return output.args, (output.ui or {}).get("halfsafe_badge", [""])[0]
+    return output.args, " \u00b7 ".join((output.ui or {}).get("halfsafe_badge", [[]])[0])
 
 
 def load(comfy, storage, compute):
@@ -109,7 +109,7 @@ def test_badge_and_head_say_what_rules_run_and_which_match_nothing(comfy, files,
     inputs = {"model_name": "badge_wan.safetensors", "storage": "as_file", "compute": "bf16", "rules": rules}
     output = comfy.nodes["HalfsafeLoadDiffusionModel"].execute(**inputs)
     assert (output.ui["halfsafe_badge"], output.ui["halfsafe_unmatched"]) == (
-        ["bf16 \u00b7 fp16"],
+        [["bf16", "fp16"]],
         ["blocks.77.* compute=fp32"],
     )
     report = json.loads(comfy.run("HalfsafeReport", model=output.args[0])[1])
@@ -158,4 +158,4 @@ def test_an_error_of_a_node_is_preceded_by_its_messages(comfy, monkeypatch):
         "template": "Check Finite cannot check a {0}.",
         "values": {"0": "int"},
     }
-    assert data["messages"][str(caught.value)]["template"] == "{0} {1}" and data["text"] == str(caught.value)
+    assert data["messages"][str(caught.value)]["template"] == "{problem} {advice}" and data["text"] == str(caught.value)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from halfsafe.precision.base.message import messages_in
 from halfsafe.precision.guard.verdicts import NonFinite
 from support import families, model_files
 from support.dynamic_vram import WAYS, dynamic_vram
@@ -48,6 +49,8 @@ LOADS = {
 def test_a_bad_weight_that_is_finite_in_its_file_is_told_so(comfy, wan, loaded, on_nan):
     error = stopped(guarded(comfy, spoiled(LOADS[loaded](comfy, wan)), on_nan))
     assert error.verdict == "bad_weights" and NAME in str(error) and f"is finite in {wan.name}" in str(error)
+    told = messages_in(error.problem)[error.problem]
+    assert told["values"].keys() == {"culprit", "cure"}, "the page reads them by these names"
 
 
 def test_infinity_is_told_too(comfy, wan):

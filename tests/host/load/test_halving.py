@@ -28,7 +28,11 @@ def result_of(output):
 
 
 def values_of(result):
-    return result["messages"][result["sentence"]]["values"]
+    """What the sentences of a result were filled in with."""
+    sent = result["messages"]
+    whole = sent[result["sentence"]]
+    told = [sent[text]["values"] for text in whole.get("sentences", [result["sentence"]]) if text in sent]
+    return {name: value for values in told for name, value in values.items()}
 
 
 def load(comfy, storage, name="halved_wan.safetensors"):
@@ -123,6 +127,10 @@ def test_files_that_would_not_be_halved_are_told_with_the_reason(files):
         for loader, reason in zip(found, reasons, strict=True)
     ), found
     assert [loader.get("missing", []) for loader in found] == [[], ["absent.safetensors"], [], [], []]
+    advice = "Download it again. The site may ask you to log in or to accept a licence."
+    assert [(loader["problem"], loader["advice"]) for loader in found if "problem" in loader] == [
+        (reasons[3], advice)
+    ], "the page names a damaged file by these, whatever its reason begins with"
 
 
 def judged(*names, folder="diffusion_models", **more):
