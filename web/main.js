@@ -10,7 +10,7 @@ import { locatorOf, Page, PREFIX, WATCH, WATCHED } from "./page.mjs";
 import { ReportPanel } from "./panel.mjs";
 import { readFlow } from "./flow.mjs";
 import { contrastIn, isBlack, sampledIn } from "./pictures.mjs";
-import { clearProgress, noteSize, sayProgress } from "./progress.mjs";
+import { sayProgress } from "./progress.mjs";
 import { reportIn } from "./report.mjs";
 import { cardOf, noticesOf, ResultPanel, resultIn, toastsOf } from "./result.mjs";
 import { RulesNote } from "./rules.mjs";
@@ -284,7 +284,7 @@ function forgetRanIn(tab, ids) {
 /** @param {any} detail of the event that ends a run @param {"done" | "failed"} state @param {import("./run.mjs").RunError | null} [error] */
 function noteEnd(detail, state, error = null) {
   page.log.end(detail.prompt_id, state, error).forEach((toast) => page.tell(toast));
-  clearProgress(page.nodes);
+  page.progress.clear(page.nodes);
   page.timing.begin("");
   showOutputs();
   if (page.sidebar?.element.isConnected) page.askHere();
@@ -370,8 +370,8 @@ function listen() {
   on("execution_start", noteStart);
   on("executing", (id) => {
     if (id && page.log.run) page.log.run.computed = true;
-    clearProgress(page.nodes.filter((node) => locatorOf(node) !== String(id)));
-    noteSize(id && page.nodeById(String(id)));
+    page.progress.clear(page.nodes.filter((node) => locatorOf(node) !== String(id)));
+    page.progress.begin(id && page.nodeById(String(id)));
     page.timing.begin((id && page.nodeById(String(id))?.comfyClass) ?? "");
   });
   on("progress", ({ value }) => page.timing.step(value));
@@ -498,7 +498,7 @@ app.registerExtension({
     introduce(node);
     if (WITH_REPORT.includes(node.comfyClass)) addPanel(node);
     if (node.comfyClass in WITH_RESULT) addResult(node);
-    if (node.widgets?.some((/** @type {any} */ widget) => widget.name === RULES)) new RulesNote(node, api, () => app.graph?.setDirtyCanvas(true, true));
+    if (node.widgets?.some((/** @type {any} */ widget) => widget.name === RULES)) new RulesNote(node, page, () => app.graph?.setDirtyCanvas(true, true));
     addBadge(node);
     labelStorages(node);
   },

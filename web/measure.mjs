@@ -40,9 +40,14 @@ const MADE = ["LATENT", "IMAGE", "VIDEO", "AUDIO"];
  * @typedef {import("./result.mjs").Told} Told
  */
 
-/** Whether *Take Measure out* takes a node out. @param {any} node */
-export function isMeasure({ properties }) {
-  return properties?.[PUT_IN] === BY_MEASURE;
+/** Whether *Take Measure out* takes a node out: Measure Precisions, and the chart that it is shown in. @param {any} node */
+export function isMeasure(node) {
+  return node.properties?.[PUT_IN] === BY_MEASURE && (node.comfyClass === MEASURE || node.getInputNode(0)?.comfyClass === MEASURE);
+}
+
+/** Whether a node is a chart whose Measure Precisions was deleted by hand. @param {any} node */
+function isLeftChart(node) {
+  return node.properties?.[PUT_IN] === BY_MEASURE && node.comfyClass !== MEASURE && !node.getInputNode(0);
 }
 
 /**
@@ -119,8 +124,10 @@ async function put(app, sampling, name) {
   const { graph } = sampler;
   const [measure, show] = [MEASURE, "PreviewImage"].map((type) => window.LiteGraph.createNode(type));
   await undoable(app, () => {
+    for (const left of allNodes(app).filter(isLeftChart)) left.graph.remove(left);
     show.setSize(CHART);
     if (name) measure.title = titled(measure, name);
+    show.title = t("Chart of Measure Precisions");
     measure.setSize([Math.max(measure.size[0], measure.computeSize()[0]), measure.size[1]]); // as wide as its title makes it when the workflow is opened
     const size = [measure.size[0] + GAP + show.size[0], Math.max(measure.size[1], show.size[1])];
     measure.pos = placeBeside({ size, graph }, sampler);

@@ -12,21 +12,19 @@ const NOT_LISTED = "value_not_in_list";
 const MOST = 3;
 /** How long an answer of the server holds, in milliseconds: a file may be put there at any time, and the page keeps the lists that it was opened with. */
 export const HOLDS = 5000;
-/** A class of nodes -> what its inputs list, as the server said, and when. @type {Map<string, {at: number, lists: Record<string, string[]>}>} */
-const answers = new Map();
-
 /**
  * @typedef {{file: string, node: any, reader: any, input: string}} Named a file that is not in the page's list: the node that it is set on, and the one whose input takes it
+ * @typedef {Map<string, {at: number, lists: Record<string, string[]>}>} Lists a class of nodes -> what its inputs list, as the server said, and when
  * @typedef {{file: string, node: any, folder: string, url: string}} Missing a file, the node that names it, and where it belongs and comes from, if its template says so
  */
 
 /**
  * The files that nodes which run name in a list of the server that does not have them, each once.
- * @param {any[]} nodes @param {Named[]} [refused] those that the server refused a run for: the page's list may be older than the loss of a file @returns {Missing[]}
+ * @param {Lists} lists @param {any[]} nodes @param {Named[]} [refused] those that the server refused a run for: the page's list may be older than the loss of a file @returns {Missing[]}
  */
-export function missingFiles(nodes, refused = []) {
+export function missingFiles(lists, nodes, refused = []) {
   const known = new Map(nodes.flatMap(({ properties }) => (properties?.models ?? []).map((/** @type {any} */ model) => [model.name, model])));
-  const missing = [...notListed(nodes).filter(({ file, reader, input }) => answers.get(reader.comfyClass)?.lists[input]?.includes(file) === false), ...refused];
+  const missing = [...notListed(nodes).filter(({ file, reader, input }) => lists.get(reader.comfyClass)?.lists[input]?.includes(file) === false), ...refused];
   return [...new Map(missing.map(({ file, node, reader }) => [file, { file, node, folder: known.get(file)?.directory ?? folderOf(reader), url: known.get(file)?.url ?? "" }])).values()];
 }
 
@@ -40,18 +38,18 @@ export function refusedFiles(errors, nodes, nodeById) {
   });
 }
 
-/** Ask the server for the lists that lack a file on the page. @param {any} api @param {any[]} nodes @returns {Promise<boolean>} whether it says something new */
-export async function askForMissing(api, nodes) {
-  const before = JSON.stringify(missingFiles(nodes).map(({ file }) => file));
-  const classes = new Set(notListed(nodes).map(({ reader }) => reader.comfyClass).filter((name) => Date.now() - (answers.get(name)?.at ?? 0) >= HOLDS));
+/** Ask the server for the lists that lack a file on the page. @param {any} api @param {Lists} lists what it answered before, and answers now @param {any[]} nodes @returns {Promise<boolean>} whether it says something new */
+export async function askForMissing(api, lists, nodes) {
+  const before = JSON.stringify(missingFiles(lists, nodes).map(({ file }) => file));
+  const classes = new Set(notListed(nodes).map(({ reader }) => reader.comfyClass).filter((name) => Date.now() - (lists.get(name)?.at ?? 0) >= HOLDS));
   await Promise.all([...classes].map(async (name) => {
-    answers.set(name, { at: Date.now(), lists: answers.get(name)?.lists ?? {} });
+    lists.set(name, { at: Date.now(), lists: lists.get(name)?.lists ?? {} });
     const response = await api.fetchApi(`/object_info/${encodeURIComponent(name)}`).catch(() => null);
     const { input } = response?.ok ? (await response.json())[name] ?? {} : {};
     const inputs = Object.entries({ ...input?.required, ...input?.optional });
-    answers.set(name, { at: Date.now(), lists: Object.fromEntries(inputs.flatMap(([key, [type, more]]) => (Array.isArray(type) ? [[key, type]] : Array.isArray(more?.options) ? [[key, more.options]] : []))) });
+    lists.set(name, { at: Date.now(), lists: Object.fromEntries(inputs.flatMap(([key, [type, more]]) => (Array.isArray(type) ? [[key, type]] : Array.isArray(more?.options) ? [[key, more.options]] : []))) });
   }));
-  return before !== JSON.stringify(missingFiles(nodes).map(({ file }) => file));
+  return before !== JSON.stringify(missingFiles(lists, nodes).map(({ file }) => file));
 }
 
 /** @param {any[]} nodes @returns {Named[]} */

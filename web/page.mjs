@@ -5,6 +5,7 @@ import { guardsModel, guardWorkflow, isGuard, unguardWorkflow, whereText } from 
 import { isMeasure, isTaken, measureWorkflow, unmeasureWorkflow, useMeasured } from "./measure.mjs";
 import { canBeHalved, halveMemory, isHalved, putLoadersBack } from "./memory.mjs";
 import { askForMissing, HOLDS, missingFiles, refusedFiles } from "./missing.mjs";
+import { Progress } from "./progress.mjs";
 import { RunLog } from "./run.mjs";
 import { Tabs } from "./tabs.mjs";
 import { Timing } from "./timing.mjs";
@@ -47,6 +48,11 @@ export class Page {
   /** What ComfyUI does here, as the server said when the sidebar was opened or a run ended. @type {Fact[]} */
   here = [];
   timing = new Timing();
+  progress = new Progress();
+  /** What the server lists for nodes that name a file which the page's own list lacks. @type {import("./missing.mjs").Lists} */
+  lists = new Map();
+  /** A text of rules -> what the server read in it: the page makes nodes anew at any time. @type {Map<string, import("./rules.mjs").Reading>} */
+  readings = new Map();
   /** Report panels by node, with what of `app.nodeOutputs` they show. @type {WeakMap<any, {panel: import("./panel.mjs").ReportPanel, output: any, hasRun: boolean, report: Report | null}>} */
   panels = new WeakMap();
   /** @type {WeakMap<any, {panel: import("./result.mjs").ResultPanel, output: any}>} */
@@ -107,7 +113,7 @@ export class Page {
 
   /** The files without which the workflow does not run. */
   get missing() {
-    return missingFiles(this.nodes, this.isWaiting ? refusedFiles(this.app.lastNodeErrors, this.nodes, (id) => this.nodeById(id)) : []);
+    return missingFiles(this.lists, this.nodes, this.isWaiting ? refusedFiles(this.app.lastNodeErrors, this.nodes, (id) => this.nodeById(id)) : []);
   }
 
   /** The nodes that are Halfsafe's. */
@@ -252,7 +258,7 @@ export class Page {
   async #askForMissing() {
     clearTimeout(this.#asksAgain);
     if (!this.sidebar?.element.isConnected) return;
-    if (await askForMissing(this.api, this.nodes)) return this.draw();
+    if (await askForMissing(this.api, this.lists, this.nodes)) return this.draw();
     if (this.missing.length) this.#asksAgain = setTimeout(() => this.#askForMissing(), HOLDS);
   }
 

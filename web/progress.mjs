@@ -5,9 +5,6 @@ import { said } from "./words.mjs";
 /** What `show_progress` of page.py begins with. */
 const OUR_PROGRESS = "Halfsafe: ";
 const PROGRESS_TEXT = "$$node-text-preview";
-/** A node that runs -> its size before words on it made it grow. @type {WeakMap<any, [number, number]>} */
-const sizes = new WeakMap();
-
 /** The widget with our text of running work on a node. @param {any} node */
 function progressOf(node) {
   return node.widgets?.find((/** @type {any} */ widget) => widget.name === PROGRESS_TEXT && widget.value?.startsWith(OUR_PROGRESS));
@@ -18,17 +15,23 @@ export function sayProgress(nodes) {
   for (const widget of nodes.map(progressOf).filter(Boolean)) widget.value = OUR_PROGRESS + said(widget.value.slice(OUR_PROGRESS.length));
 }
 
-/** Note the size of a node that begins to run. @param {any} node */
-export function noteSize(node) {
-  if (node && !progressOf(node)) sizes.set(node, [...node.size]);
-}
+/** The room that our words take on nodes while they run. */
+export class Progress {
+  /** A node that runs -> its size before words on it made it grow. @type {WeakMap<any, [number, number]>} */
+  #sizes = new WeakMap();
 
-/** Take the words away from nodes, and the room that they took. @param {any[]} nodes that are done */
-export function clearProgress(nodes) {
-  for (const node of nodes) {
-    const text = progressOf(node), size = sizes.get(node);
-    if (!text) continue;
-    node.removeWidget(text);
-    if (size?.[0] === node.size[0]) node.setSize(size);
+  /** Note the size of a node that begins to run. @param {any} node */
+  begin(node) {
+    if (node && !progressOf(node)) this.#sizes.set(node, [...node.size]);
+  }
+
+  /** Take the words away from nodes, and the room that they took. @param {any[]} nodes that are done */
+  clear(nodes) {
+    for (const node of nodes) {
+      const text = progressOf(node), size = this.#sizes.get(node);
+      if (!text) continue;
+      node.removeWidget(text);
+      if (size?.[0] === node.size[0]) node.setSize(size);
+    }
   }
 }

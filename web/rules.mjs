@@ -11,8 +11,6 @@ const MARGIN = 10;
 const LINE = 20;
 const TALLEST = 140;
 const MOST_KEPT = 100;
-/** A text -> what the server read in it: the page makes nodes anew at any time. @type {Map<string, Reading>} */
-const known = new Map();
 
 export class RulesNote {
   /** The text that was looked at; null where the server gave no answer. @type {string | null} */
@@ -20,10 +18,11 @@ export class RulesNote {
   #waiting = 0;
   #height = 0;
 
-  /** @param {any} node whose text widget `rules` is read @param {any} api @param {() => void} redraw */
-  constructor(node, api, redraw) {
+  /** @param {any} node whose text widget `rules` is read @param {import("./page.mjs").Page} page @param {() => void} redraw */
+  constructor(node, { api, readings }, redraw) {
     this.node = node;
     this.api = api;
+    this.readings = readings;
     this.redraw = redraw;
     this.widget = node.widgets.find((/** @type {any} */ widget) => widget.name === NAME);
     this.lines = el("div", { class: "hs-mistakes" });
@@ -52,7 +51,7 @@ export class RulesNote {
     if (text === this.#text) return;
     this.#text = text;
     clearTimeout(this.#waiting);
-    this.#waiting = window.setTimeout(() => this.#ask(text), known.has(text) ? 0 : PAUSE_MS);
+    this.#waiting = window.setTimeout(() => this.#ask(text), this.readings.has(text) ? 0 : PAUSE_MS);
   }
 
   /** @param {string} text */
@@ -65,6 +64,7 @@ export class RulesNote {
 
   /** @param {string} text @returns {Promise<Reading | null>} null where the server does not answer */
   async #read(text) {
+    const known = this.readings;
     if (known.has(text)) return known.get(text) ?? null;
     try {
       const response = await this.api.fetchApi("/halfsafe/rules", { method: "POST", body: text });

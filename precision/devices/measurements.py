@@ -205,4 +205,4 @@ int8 ran at 1.92 times the speed of fp8 (RTX 3090 1.92).'
 
 def _span(least: float, most: float) -> str:
     """Return a range of ratios as text, a single figure where both ends are the same."""
-    return f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
+    return f"{least:.2f}" if least == most else Message("{0} to {1}", f"{least:.2f}", f"{most:.2f}")

@@ -40,7 +40,6 @@ def tradeoffs_result(found: Measurements) -> Result:
         "memory": _memory(best, found.beside),
         "close": _closeness(best, found),
     }
-    told: tuple[str, ...]
     if best.snr_db < FLOORS["balanced"]:
         values["floor"] = error_text(FLOORS["balanced"])
         told, tone, use = [result.CLOSEST, result.IS_CLOSEST, result.FIGURES], WARN, None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from setup.environment import Environment, write_models
 ROOT = Path(__file__).absolute().parents[2]
 NEEDED = ("COMFYUI_DIR", "HALFSAFE_FRONTEND", "CHROMIUM")
 MISSING = [name for name in NEEDED if not os.environ.get(name)]
+WRITTEN_WITHIN = 300
+"""Seconds that a process waits for the models that another writes."""
 MODELS = {"wan": "diffusion_models", "wan_overflowing": "diffusion_models", "clip_l": "text_encoders", "wan_vae": "vae"}
 FRONTENDS = ("pinned", "newest")
 RENDERERS = ("canvas", "nodes2")
@@ -59,15 +62,32 @@ def in_its_cells(item: pytest.Item) -> bool:
 
 @pytest.fixture(scope="session")
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A `models/` folder with the small Wan, one that overflows fp16, CLIP-L and the Wan VAE."""
+    """A `models/` folder of this process with the small Wan, one that overflows fp16, CLIP-L and the Wan VAE."""
     models = tmp_path_factory.mktemp("models")
+    written = written_once(tmp_path_factory)
     for name in MODEL_FOLDERS:
         (models / name).mkdir()
-    environment = Environment(Path(sys.executable), Path(os.environ["COMFYUI_DIR"]))
-    write_models(environment, models, *MODELS)
     for name, folder in MODELS.items():
-        (models / f"{name}.safetensors").rename(models / folder / f"{name}.safetensors")
+        shutil.copy(written / f"{name}.safetensors", models / folder)
     return models
+
+
+def written_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the models, which the first process of a run writes: it imports torch and ComfyUI for that. The others wait."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = (shared.parent if os.environ.get("PYTEST_XDIST_WORKER") else shared) / "written"
+    done = shared / "done"
+    try:
+        shared.mkdir()
+    except FileExistsError:
+        end = time.monotonic() + WRITTEN_WITHIN
+        while not done.exists():
+            assert time.monotonic() < end, "the process that writes the small models has not written them"
+            time.sleep(0.2)
+        return shared
+    write_models(Environment(Path(sys.executable), Path(os.environ["COMFYUI_DIR"])), shared, *MODELS)
+    done.touch()
+    return shared
 
 
 @pytest.fixture(scope="session")
@@ -132,23 +152,20 @@ def opened_page(browser, server: Server, vue: bool) -> Iterator:
     context.close()
 
 
-@pytest.fixture(scope="session")
-def unseen(browser, server: Server, vue: bool) -> Iterator:
-    """A page that draws nothing, for tests that open templates by the dozen."""
-    from browser.comfy_page import VIEW, ComfyPage
-    from browser.graph_walk import HIDE
-
-    context = browser.new_context(viewport=VIEW)
-    comfy = ComfyPage(context, server, vue).open()
-    comfy.evaluate(HIDE)
-    yield comfy
-    context.close()
-
-
 @pytest.fixture
 def comfy(opened_page):
     """That page; tests share it."""
     return opened_page
+
+
+@pytest.fixture
+def unseen(opened_page) -> Iterator:
+    """That page while it draws nothing, for tests that open templates by the dozen."""
+    from browser.graph_walk import HIDE, SHOW
+
+    opened_page.evaluate(HIDE)
+    yield opened_page
+    opened_page.evaluate(SHOW)
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,10 @@ GUARDED_BY = {
 ONE_NODE_OUTPUTS = ("model", "clip", "vae")
 MEASURED = ("model", "positive", "latent_image")
 HIDE = """() => { document.body.style.display = "none"; app.canvas.stopRendering(); app.canvas.draw = () => {};
-    window.requestAnimationFrame = (act) => setTimeout(act); }"""
+    window.framesAs = window.requestAnimationFrame; window.requestAnimationFrame = (act) => setTimeout(act); }"""
 """Let a page draw nothing from now on: three times as fast, and all but the view is as before."""
+SHOW = """() => { app.canvas.setGraph(app.graph); app.graph.clear(); app.canvas.ds.reset(); window.requestAnimationFrame = window.framesAs; delete app.canvas.draw; app.canvas.startRendering(); document.body.style.display = ""; }"""
+"""Let it draw again, beginning with an empty graph: sizes and view of this one are those of a page without a width."""
 WALK = """async (workflow) => {
     const { guardWorkflow, isGuard, unguardWorkflow } = await import("/extensions/Halfsafe-Pack/guard.mjs");
     const { isMeasure, measureWorkflow, unmeasureWorkflow } = await import("/extensions/Halfsafe-Pack/measure.mjs");

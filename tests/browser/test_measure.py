@@ -159,6 +159,25 @@ def test_one_undo_takes_a_halving_back_after_a_click_on_the_canvas(comfy: ComfyP
     comfy.page.wait_for_function("() => app.graph.nodes.some(({ type }) => type === 'HalfsafeLoadDiffusionModel')")
 
 
+CHARTS = "return allNodes(app).filter(({ type }) => type === 'PreviewImage').map(({ title }) => title);"
+MEASURE_DELETED = "const node = allNodes(app).find(({ comfyClass }) => comfyClass === 'HalfsafeMeasurePrecisions'); node.graph.remove(node);"
+
+
+@pytest.mark.once  # what is in the graph
+def test_a_chart_without_its_measure_is_gone_at_the_next_press_and_says_what_it_shows(comfy: ComfyPage) -> None:
+    """Measure Precisions deleted by hand; a chart that shows another picture since is the user's."""
+    draw(comfy, SMALL)
+    before = prompt(comfy)
+    in_page(comfy, f"await measure(); {MEASURE_DELETED} await measure();")
+    assert in_page(comfy, CHARTS) == ["Chart of Measure Precisions"]
+    unmeasure = "await (await import('/extensions/Halfsafe-Pack/measure.mjs')).unmeasureWorkflow(app);"
+    in_page(comfy, unmeasure)
+    assert prompt(comfy) == before and in_page(comfy, CHARTS) == []
+    shown = "const chart = allNodes(app).find(({ type }) => type === 'PreviewImage'); allNodes(app).find(({ type }) => type === 'VAEDecode').connect(0, chart, 0);"
+    in_page(comfy, f"await measure(); {shown} {unmeasure}")
+    assert len(in_page(comfy, CHARTS)) == 1
+
+
 AFTER_A_RUN = {
     "halve": "await halveMemory(app, api);",
     "guard": "await (await import('/extensions/Halfsafe-Pack/guard.mjs')).guardWorkflow(app);",

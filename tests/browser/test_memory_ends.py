@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LIBRARY = """const memory = await import("/extensions/Halfsafe-Pack/memory.mjs"), missing = await import("/extensions/Halfsafe-Pack/missing.mjs"), { api } = await import("/scripts/api.js");
     const { allNodes } = await import("/extensions/Halfsafe-Pack/graph.mjs"), root = () => app.graph.rootGraph ?? app.graph;
-    const missingCard = async () => { await missing.askForMissing(api, allNodes(app)); return missing.missingCard(missing.missingFiles(allNodes(app))); };
+    const missingCard = async () => { const lists = new Map(); await missing.askForMissing(api, lists, allNodes(app)); return missing.missingCard(missing.missingFiles(lists, allNodes(app))); };
     const halve = async () => { const told = await memory.halveMemory(app, api); window.choices = told.choices ?? []; return { ...told, choices: window.choices.map(({ name }) => name) }; };
     const press = async (name) => { const told = await window.choices.find((one) => one.name.startsWith(name)).act(); return told.headline ?? told; };"""
 VIDEO = """const fp8 = app.graph.nodes.find(({ type }) => type === "UNETLoader"); fp8.widgets[0].value = "wan_fp8.safetensors"; set(video, "width", 832); set(video, "height", 480); set(video, "length", 81);"""
@@ -120,11 +120,14 @@ def test_of_nodes_that_do_not_run_no_file_is_missing(comfy: ComfyPage) -> None:
         assert run(comfy, f"{bypass} return missingCard();") is None
 
 
+LISTED = "() => app.graph.nodes.flatMap(({ widgets }) => widgets ?? []).find(({ name }) => name === 'vae_name').options.values"
+
+
 @pytest.mark.once  # what the server lists
 def test_a_file_that_came_after_the_page_was_opened_is_not_missing(comfy: ComfyPage, small_models: Path) -> None:
     """The page keeps its lists until it is asked to refresh them; what the server answered holds for five seconds."""
-    comfy.open()
     draw(comfy, SMALL + """set(vae, "vae_name", "late.safetensors");""")
+    assert "late.safetensors" not in comfy.evaluate(LISTED), "the page's own list"
     late = small_models / "vae" / "late.safetensors"
     late.write_bytes(b"")
     try:
@@ -137,8 +140,9 @@ def test_a_file_that_is_gone_since_the_page_was_opened_is_named_once_the_run_is_
     """The page's own list has it yet: what ComfyUI answers to the run names it."""
     fading = small_models / "vae" / "fading.safetensors"
     fading.write_bytes(b"")
-    comfy.open()
+    comfy.evaluate("async () => { await app.refreshComboInNodes(); }")
     draw(comfy, SMALL + """set(vae, "vae_name", "fading.safetensors");""")
+    assert "fading.safetensors" in comfy.evaluate(LISTED), "the page's own list"
     fading.unlink()
     comfy.evaluate(TOGGLE_TAB)
     comfy.page.wait_for_selector(".hs-actions button")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import uuid
 from pathlib import Path
 
 import pytest
@@ -59,21 +59,27 @@ def test_a_title_is_saved_in_english_and_read_in_the_language_of_the_page(comfy:
     assert found == ["in Chinese", "Mine", "Measure Precisions (Halfsafe)"]
 
 
-@pytest.fixture(scope="module")
-def without_the_pack(browser, small_models: Path, server: Server, vue: bool, tmp_path_factory: pytest.TempPathFactory):
-    """A page of the same version on a ComfyUI without any pack."""
-    base = tmp_path_factory.mktemp("bare")
-    for name in ("custom_nodes", "input", "output", "temp", "user"):
-        (base / name).mkdir()
-    with Server(os.environ["COMFYUI_DIR"], base, server.extra_args) as bare:
-        context = browser.new_context(viewport=VIEW)
-        yield ComfyPage(context, bare, vue).open()
-        context.close()
+BARE = """{ const asked = window.fetch, without = { "/object_info": (nodes) => Object.fromEntries(Object.entries(nodes).filter(([name]) => !name.startsWith("Halfsafe"))),
+        "/extensions": (files) => files.filter((file) => !file.startsWith("/extensions/Halfsafe-Pack/")) };
+    window.fetch = async (...given) => { const answer = await asked(...given), keep = without[new URL(answer.url).pathname.replace("/api/", "/")];
+        return keep && answer.ok ? new Response(JSON.stringify(keep(await answer.json())), { headers: answer.headers }) : answer; }; }"""
+"""A page that is told of no node and no file of the pack, as by a ComfyUI without it."""
+
+
+@pytest.fixture
+def without_the_pack(browser, server: Server, vue: bool):
+    context = browser.new_context(viewport=VIEW)
+    bare = ComfyPage(context, server, vue)
+    bare.page.add_init_script(BARE)
+    yield bare.open()
+    context.close()
 
 
 @pytest.mark.once  # what the page finds in the file
 def test_where_the_pack_is_absent_the_page_offers_it(comfy: ComfyPage, without_the_pack: ComfyPage) -> None:
     workflow = shared(comfy)
+    has_pack = "() => Object.keys(LiteGraph.registered_node_types).some((type) => type.startsWith('Halfsafe')) || app.extensions.some(({ name }) => /halfsafe/i.test(name))"
+    assert (comfy.evaluate(has_pack), without_the_pack.evaluate(has_pack)) == (True, False)
     ours = sorted([node["type"], "halfsafe"] for node in workflow["nodes"] if node["type"].startswith("Halfsafe"))
     without_the_pack.evaluate("async (workflow) => { await app.loadGraphData(workflow); }", workflow)
     assert without_the_pack.found(MISSING, ours) == ours
@@ -83,7 +89,7 @@ def test_where_the_pack_is_absent_the_page_offers_it(comfy: ComfyPage, without_t
 
 def drag_from_library(comfy: ComfyPage, name: str) -> None:
     """Drag a block from the page's node library onto the empty canvas: the page gives the nodes inside ids that are free."""
-    comfy.load({"nodes": [], "links": [], "version": 0.4})
+    comfy.load({"id": str(uuid.uuid4()), "nodes": [], "links": [], "version": 0.4})
     comfy.evaluate("() => { app.extensionManager.sidebarTab.activeSidebarTabId = 'node-library'; }")
     comfy.page.locator("[class*=sidebar] input").first.fill(name)
     entry = comfy.page.get_by_text(name).first
@@ -98,7 +104,6 @@ def drag_from_library(comfy: ComfyPage, name: str) -> None:
 @pytest.mark.drawn
 def test_the_block_has_its_file_and_storage_on_its_face(comfy: ComfyPage) -> None:
     """The first file of the list; what is chosen on the face runs, and is kept in a file."""
-    comfy.open()  # the pinned page gives a new node the values of one that had its id
     drag_from_library(comfy, BLOCK)
     listed = comfy.evaluate("async () => (await fetch('/object_info/HalfsafeLoadDiffusionModel')).json()")
     first, *_, last = listed["HalfsafeLoadDiffusionModel"]["input"]["required"]["model_name"][1]["options"]

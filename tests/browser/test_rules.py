@@ -12,7 +12,7 @@ from halfsafe.precision.plan.rules import VALUES
 ROUTE = "**/halfsafe/rules"
 WRONG = "blocks.0.* storage=bf16\nblocks.1.* storage=fp4\nre:( compute=fp32"
 RIGHT = "blocks.0.* storage=bf16\nblocks.1.* storage=fp16"
-OUTSIDE = """() => { const box = document.querySelector(".hs-note").getBoundingClientRect(), area = document.querySelector("textarea").getBoundingClientRect();
+OUTSIDE = """() => { const box = document.querySelector(".hs-note").getBoundingClientRect(), area = document.querySelector("textarea:not(.hs-manual)").getBoundingClientRect();
     return [box.top - area.bottom, box.width - area.width, [...document.querySelectorAll(".hs-note *")].filter((e) => e.scrollWidth > e.clientWidth + 1 && e.clientWidth).length]; }"""
 NOTE = "() => document.querySelector('.hs-note')?.innerText.replaceAll(/\\s+/g, ' ').trim() ?? ''"
 
@@ -23,14 +23,14 @@ class Writing:
     def __init__(self, comfy: ComfyPage) -> None:
         self.comfy, self.page, self.asked = comfy, comfy.page, []
         comfy.page.on("request", self._note)
-        self.area = comfy.page.locator("textarea").first
+        self.area = comfy.page.locator("textarea:not(.hs-manual)").first
         self.put()
 
     def put(self) -> None:
         """Put the node on an empty canvas, near enough to be read."""
         self.comfy.add("HalfsafeLayerRules")
         self.comfy.zoom_to("HalfsafeLayerRules", 440, 360)
-        self.page.wait_for_selector("textarea")
+        self.page.wait_for_selector("textarea:not(.hs-manual)")
 
     def _note(self, request) -> None:
         if request.url.endswith("/halfsafe/rules"):

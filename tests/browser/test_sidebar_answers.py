@@ -187,10 +187,17 @@ def test_what_a_cured_run_says_of_its_guard_has_few_words(bar: ComfyPage) -> Non
     assert bar.found(RUN, "of an earlier run\nNo NaN in 8 calls of the model").endswith("calls of the model")
 
 
-FASTER = joined([Message(RANGE, "fp8", "1.2", "16 bit", "A"), Message(RANGE, "int8", "1.10 to 2.00", "16 bit", "A10G 1.84, RTX 3060 2.00, RTX 3090 1.10")])  # fmt: skip
+FASTER = joined([Message(RANGE, "fp8", "1.2", "16 bit", "A"), Message(RANGE, "int8", Message("{0} to {1}", "1.10", "2.00"), "16 bit", "A10G 1.84, RTX 3060 2.00, RTX 3090 1.10")])  # fmt: skip
 FASTEST = "int8: 1.10 to 2.00 times 16 bit's speed (A10G 1.84, RTX 3060 2.00, RTX 3090 1.10)"
 SPEED = Message(BRIEF, storage="int8", times="1.10 to 2.00", cards="A10G 1.84, RTX 3060 2.00, RTX 3090 1.10")
 OFFER = Result(joined([Message(IN_INT8, before="14.00 MiB", after="5.20 MiB"), FASTER]), use={"storage": "int8"}, sizes=(14 << 20, int(5.2 * 2**20)), speed=SPEED)  # fmt: skip
+
+
+@pytest.mark.once  # words
+@pytest.mark.language("zh")
+def test_a_range_of_speeds_has_no_english_word(bar: ComfyPage) -> None:  # noqa: F811
+    show(bar, "offer", [OFFER])
+    assert "1.10 \u81f3 2.00" in bar.page.inner_text(".hs-answer .hs-line")
 
 
 def test_an_offer_is_no_result(bar: ComfyPage) -> None:  # noqa: F811

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from halfsafe.precision.base.message import messages_in
 from halfsafe.precision.base.modes import MODE_OF
-from halfsafe.precision.devices.measurements import gains_in, told_here
+from halfsafe.precision.devices.measurements import gains_in, told, told_here
 from halfsafe.precision.study.speeds import speeds_beside_16_bit
 from halfsafe.precision.study.tradeoffs import Measurements, Tradeoff, settings_from
 
@@ -45,6 +46,13 @@ def test_int8_that_was_unpacked_is_a_setting_of_its_own() -> None:
     unpacked = replace(INT8, modes={"bf16": 3}, seconds=1.0)
     assert list(speeds(BF16, unpacked)) == ["int8 unpacked"]
     assert list(speeds(BF16, unpacked, INT8)) == ["int8 unpacked", "int8"]
+
+
+def test_a_range_of_ratios_is_worded_by_the_page() -> None:
+    assert messages_in(told("sm_86", "int8"))["1.10 to 2.00"] == {
+        "template": "{0} to {1}",
+        "values": {"0": "1.10", "1": "2.00"},
+    }
 
 
 def test_what_is_told_names_the_day_the_model_and_the_figures() -> None:
