@@ -1,11 +1,11 @@
 // @ts-check
 /** A run as cards: its answer as a headline, and what is behind *Why*. */
-import { el, firstOf, verdictOf, verdictText } from "./dom.mjs";
+import { aboutOf, el, firstOf, verdictOf } from "./dom.mjs";
 import { RUNS } from "./graph.mjs";
 import { missingCard } from "./missing.mjs";
 import { locatorOf } from "./page.mjs";
 import { adviceLine } from "./panel.mjs";
-import { causes, culpritOf } from "./run.mjs";
+import { culpritOf } from "./run.mjs";
 import { saidIn } from "./toasts.mjs";
 import { partsOf, said, sentencesOf, sizeText, t, together } from "./words.mjs";
 
@@ -176,7 +176,7 @@ function guardCards(page, { guards, reached, pictures, contrast }) {
   const names = [...reached].filter((id) => !guards.has(id)).map((id) => page.titleOf(id));
   const also = names.length ? t("This NaN also reached {names}.", { names: names.join(t(", ")) }) : "";
   return [...guards].map(([id, guard]) => {
-    const isCured = guard.verdict === "recovered";
+    const isCured = aboutOf(guard).repaired;
     const card = guardCard(page, id, guard, guard.events.some(({ event }) => event && !event.recovered) ? also : "");
     return { ...card, rank: card.tone === "good" ? FOUND : FAILED, ...(isCured ? { pictures: contrast ?? beforeAndAfter(page, pictures) } : {}) };
   });
@@ -199,19 +199,19 @@ function repairOf(page, id, advice) {
 function guardCard(page, id, guard, also) {
   const events = guard.events.map(({ event }) => event).filter((event) => event !== null);
   const [first] = guard.events, advice = guard.advice || (first?.advice ?? "");
-  const verdict = verdictOf(guard.verdict, events);
+  const seen = verdictOf(guard, events);
   const { culprit, cure, line: short } = culpritOf({ ...guard, advice, line: guard.advice ? guard.line : first?.line, event: first?.event });
   const repeated = events.filter(({ recovered, kind }) => recovered && kind !== "drift");
   const text = said(guard.brief);
   const lines = el("div", { class: "hs-events" }, ...firstOf(guard.events.map((event) => adviceLine(event, advice))));
-  const repair = verdict === "stopped" ? repairOf(page, id, advice) : {};
-  const line = verdict === "recovered" || verdict === "clean" || repair.line || repair.choices ? "" : short;
+  const repair = seen.unexplained ? repairOf(page, id, advice) : {};
+  const line = seen.repaired || seen.tone === "good" || repair.line || repair.choices ? "" : short;
   const more = line && line === cure[0] ? cure[1] : together(cure);
   const why = [...filled(guard.events.some(({ brief }) => brief === guard.brief) ? "" : text, more), lines, ...filled(also)];
   const steps = new Set(repeated.map(({ step }) => step)).size;
-  if (verdict === "recovered") return { ids: [id], tone: "good", headline: t("Black image prevented"), line: steps === 1 ? t("1 step was repeated.") : t("{count} steps were repeated.", { count: steps }), why };
-  const headline = culprit || causes()[/** @type {keyof ReturnType<typeof causes>} */ (verdict)] || (verdict === "clean" ? t("No NaN left") : verdictText(verdict));
-  return { ids: [id], tone: verdict === "clean" ? "good" : verdict === "drift" ? "warn" : "bad", headline, line, why, ...repair };
+  if (seen.repaired) return { ids: [id], tone: "good", headline: t(seen.cause), line: steps === 1 ? t("1 step was repeated.") : t("{count} steps were repeated.", { count: steps }), why };
+  const headline = culprit || (seen.cause ? t(seen.cause) : seen.text);
+  return { ids: [id], tone: seen.tone || aboutOf(guard).tone, headline, line, why, ...repair };
 }
 
 /** The card of a run whose picture was cured without a repeat, with the reason that none was needed. @param {Run} run @param {string} headline @param {import("./pictures.mjs").Pair} pictures @returns {RunCard} */

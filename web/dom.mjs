@@ -3,8 +3,6 @@ import { sizeText, t } from "./words.mjs";
 
 const FIRST_LINES = 5;
 const MOST_LINES = 50;
-/** The verdict of a guard that has checked no call, and of one whose run ended before its result. */
-const IDLE = "idle", ENDED = "ended";
 /** The share of the bytes from which a storage is drawn by itself where several have less. */
 const SHOWN = 0.03;
 
@@ -55,22 +53,30 @@ export function swatch(dtype) {
   return el("span", { class: "hs-swatch", style: background(dtype), "aria-hidden": "true" });
 }
 
-/** A guard's verdict; nothing is NaN where a check only found a drift, and yet not all is well. @param {string} verdict @param {({kind: string} | null)[]} events @param {number} [calls] that were checked: where there were none, nothing is well either */
-export function verdictOf(verdict, events, calls = 1) {
-  if (verdict === "stopped" && events.every((event) => event?.kind === "drift")) return ENDED;
-  if (verdict !== "clean") return verdict;
-  return events.some((event) => event?.kind === "drift") ? "drift" : calls ? verdict : IDLE;
+/**
+ * What is decided by a verdict: its row in precision/guard/verdicts.py, sent along with it. No file of the page compares a verdict's name.
+ * @typedef {{tone: string, repaired: boolean, unexplained: boolean, of_input: boolean, cause: string}} About
+ * @typedef {{verdict: string, about?: Partial<About>}} Judged
+ */
+
+/** What came with a verdict; a report that was saved before anything did is shown in its verdict's words, without a colour. @param {Judged} judged @returns {About} */
+export function aboutOf({ about }) {
+  return { tone: "", repaired: false, unexplained: false, of_input: false, cause: "", ...about };
 }
 
-/** @param {string} verdict @param {string} [text] */
-export function verdictPill(verdict, text = verdictText(verdict)) {
-  return el("span", { class: "hs-verdict", "data-verdict": verdict, text });
+/** What a guard found, as people read it; nothing is NaN where a check only found a drift, and yet not all is well. @param {Judged} judged @param {({kind: string} | null)[]} events @param {number} [calls] that were checked: where there were none, nothing is well either @returns {About & {text: string}} */
+export function verdictOf(judged, events, calls = 1) {
+  const about = aboutOf(judged), drifts = events.filter((event) => event?.kind === "drift").length;
+  const text = about.unexplained ? t("not cured") : judged.verdict === "off" ? t("no guard") : t(judged.verdict.replaceAll("_", " ")); // where a guard was to tell alone, nothing was stopped
+  if (about.unexplained && drifts === events.length) return { ...about, unexplained: false, tone: "", cause: "", text: t("no result") };
+  if (about.tone !== "good") return { ...about, text };
+  if (drifts) return { ...about, tone: "warn", cause: t("A step is farther from fp32 than it should be"), text: t("drift") };
+  return calls ? { ...about, text } : { ...about, tone: "", text: t("not run yet") };
 }
 
-/** What a guard found, in words; where it was to tell alone, nothing was stopped. @param {string} verdict */
-export function verdictText(verdict) {
-  const texts = { off: t("no guard"), stopped: t("not cured"), [IDLE]: t("not run yet"), [ENDED]: t("no result") };
-  return texts[verdict] ?? t(verdict.replaceAll("_", " "));
+/** @param {{text: string, tone: string}} verdict */
+export function verdictPill({ text, tone }) {
+  return el("span", { class: "hs-verdict", "data-tone": tone || null, text });
 }
 
 /** What a mode is called where nobody can choose it by its name. @param {string} mode */

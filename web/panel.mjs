@@ -1,6 +1,6 @@
 // @ts-check
 /** The report on its node: head, shares, guard, remarks and the table of layers. */
-import { el, firstOf, modeText, nameOf, paint, shareBar, swatch, verdictOf, verdictPill } from "./dom.mjs";
+import { aboutOf, el, firstOf, modeText, nameOf, paint, shareBar, swatch, verdictOf, verdictPill } from "./dom.mjs";
 import { checkText, controlText, deviceText, filterLayers, happenedText, outcomeText, rowsOf, sortRows } from "./report.mjs";
 import { following, said, t, together } from "./words.mjs";
 
@@ -240,7 +240,7 @@ export function headOf(report) {
   const { guard, model, view } = report;
   const size = t("{parameters} parameters, {size}", { parameters: view.parameters, size: view.size });
   return [
-    el("div", { class: "hs-title" }, el("strong", { text: nameOfModel(report) }), verdictPill(verdictOf(guard.verdict, guard.events, guard.calls))),
+    el("div", { class: "hs-title" }, el("strong", { text: nameOfModel(report) }), verdictPill(verdictOf(guard, guard.events, guard.calls))),
     el("div", { class: "hs-sub", title: deviceText(report), text: deviceText(report) }),
     el("div", { class: "hs-sub", text: size }),
     shareBar(t("stored"), view.stored.map((part) => ({ ...part, detail: part.size }))),
@@ -271,8 +271,8 @@ function callsText({ guard }) {
 
 /** A line without the advice that was given already. @param {GuardMessage} message @param {string} given */
 export function adviceLine(message, given) {
-  const { event, verdict, advice } = message;
-  return eventLine(event ? event.recovered : verdict === "recovered", said(message.brief), advice === given ? "" : advice, message.message);
+  const { event, advice } = message;
+  return eventLine(event ? event.recovered : aboutOf(message).repaired, said(message.brief), advice === given ? "" : advice, message.message);
 }
 
 /** "sigma 0.7031, mul" @param {import("./report.mjs").GuardEvent} event */
@@ -295,7 +295,7 @@ function remarksOf(report) {
   const remarks = [
     remark(t("Why"), why),
     remark(t("Without effect here"), without),
-    remark(t("Guards of VAEs and text encoders"), report.encoders.map(encoderLine), report.encoders.some(({ verdict }) => verdict !== "clean")),
+    remark(t("Guards of VAEs and text encoders"), report.encoders.map(encoderLine), report.encoders.some((encoder) => ["warn", "bad"].includes(aboutOf(encoder).tone))),
     remark(t("ControlNets"), controls),
     remark(t("Notes"), notes),
   ];
@@ -303,8 +303,8 @@ function remarksOf(report) {
 }
 
 /** @param {import("./report.mjs").Encoder} encoder */
-function encoderLine({ kind, node, verdict, messages, advice, calls = 0 }) {
-  return el("li", {}, `${said(kind)} (${t("node {node}", { node })}) `, verdictPill(verdictOf(verdict, [null], calls)), ` ${together([...messages, advice].map(said))}`);
+function encoderLine({ kind, node, messages, advice, calls = 0, ...judged }) {
+  return el("li", {}, `${said(kind)} (${t("node {node}", { node })}) `, verdictPill(verdictOf(judged, [null], calls)), ` ${together([...messages, advice].map(said))}`);
 }
 
 /** @param {string} title @param {HTMLElement[]} items */

@@ -1,5 +1,5 @@
 // @ts-check
-import { modeText } from "./dom.mjs";
+import { aboutOf, modeText } from "./dom.mjs";
 import { said, t, together } from "./words.mjs";
 
 /**
@@ -7,8 +7,8 @@ import { said, t, together } from "./words.mjs";
  * @typedef {{name: string, class: string, storage: string, mode: string, accumulation: string, stream: string, reason: string, kernel: string}} Layer
  * @typedef {{call: number, step: number, sigma: number | null, layer: string, op: string, kind: string, from: string, to: string, recovered: boolean, evidence: string, advice: string, ended?: boolean}} GuardEvent
  * @typedef {{step: number, sigma: number | null, arithmetic: string, snr_db: number | null, threshold_db: number | null, blocks: {name: string, snr_db: number | null}[], left_out: string}} Check
- * @typedef {{verdict: string, calls: number, extra_calls: number, escalations: Record<string, string>, events: GuardEvent[], checks: Check[]}} Guard
- * @typedef {{node: string, kind: string, verdict: string, messages: string[], advice: string, calls?: number}} Encoder
+ * @typedef {{verdict: string, about?: import("./dom.mjs").About, calls: number, extra_calls: number, escalations: Record<string, string>, events: GuardEvent[], checks: Check[]}} Guard
+ * @typedef {{node: string, kind: string, verdict: string, about?: import("./dom.mjs").About, messages: string[], advice: string, calls?: number}} Encoder
  * @typedef {{file: string, class: string, calls: number | null, layers: Layer[], notes: string[]}} Control
  * @typedef {{parameters: string, size: string, stored: {name: string, share: number, size: string}[], computed: {name: string, share: number, layers: number}[], rows: {name: string, layers: number[]}[]}} View
  * @typedef {{version: number, device: any, model: any, layers: Layer[], without_effect: {setting: string, reason: string}[], notes: string[], decisions?: Record<string, string>, file?: string, guard: Guard, encoders: Encoder[], control_nets: Control[], ran?: boolean, modes: Record<string, {label: string, colour: string}>, storages: Record<string, {colour: string}>, rules: string, view: View}} Report
@@ -94,9 +94,10 @@ export function controlText(control) {
 /** What a run was like in one sentence; empty before a run and without a guard. @param {Report} report */
 export function happenedText({ guard, decisions }) {
   if (!guard.calls || guard.verdict === "off") return "";
+  const { tone, repaired } = aboutOf(guard);
   const layer = guard.events.find((event) => event.recovered)?.layer;
-  if (guard.verdict === "recovered") return layer ? t("Black image prevented: {layer} was repeated in a higher precision.", { layer }) : t("Black image prevented: a step was repeated in a higher precision.");
-  return guard.verdict === "clean" ? together([t("No NaN and no Inf in {calls} calls.", { calls: guard.calls }), said(decisions?.instead ?? "")]) : "";
+  if (repaired) return layer ? t("Black image prevented: {layer} was repeated in a higher precision.", { layer }) : t("Black image prevented: a step was repeated in a higher precision.");
+  return tone === "good" ? together([t("No NaN and no Inf in {calls} calls.", { calls: guard.calls }), said(decisions?.instead ?? "")]) : "";
 }
 
 /** @param {number | null} value */

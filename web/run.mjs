@@ -1,5 +1,5 @@
 // @ts-check
-import { modeText, verdictText } from "./dom.mjs";
+import { aboutOf, modeText, verdictOf } from "./dom.mjs";
 import { whatIn } from "./report.mjs";
 import { ourToast } from "./toasts.mjs";
 import { inTwo, partsOf, said, sentencesOf, t, together } from "./words.mjs";
@@ -7,8 +7,8 @@ import { inTwo, partsOf, said, sentencesOf, t, together } from "./words.mjs";
 /**
  * What the guards said in the last run of each tab, and in the last one before it of which they told something, if that was queued before it ended.
  * @typedef {import("./report.mjs").GuardEvent} GuardEvent
- * @typedef {{node_id: string | null, prompt_id: string, workflow?: string, kind: "event" | "verdict" | "calls", verdict: string, message: string, brief: string, advice: string, line?: string, event: GuardEvent | null, of?: string, calls?: number}} GuardMessage ``brief``: the message in fewer words; ``line``: the advice in a line
- * @typedef {{verdict: string, brief: string, advice: string, line?: string, events: GuardMessage[]}} GuardState
+ * @typedef {{node_id: string | null, prompt_id: string, workflow?: string, kind: "event" | "verdict" | "calls", verdict: string, about: import("./dom.mjs").About, message: string, brief: string, advice: string, line?: string, event: GuardEvent | null, of?: string, calls?: number}} GuardMessage ``brief``: the message in fewer words; ``line``: the advice in a line
+ * @typedef {{verdict: string, about?: import("./dom.mjs").About, brief: string, advice: string, line?: string, events: GuardMessage[]}} GuardState
  * @typedef {Refusal & {node: string, told: boolean, guard?: string, memory?: string[]}} RunError an error that a guard raised, whose id is ``guard``, is told on the guard's card; ``memory``: what ran out, its headline first
  * @typedef {{message: string[], advice: string[]}} Refusal why a run does not start, and what to do: each the first sentence, and the rest
  * @typedef {import("./toasts.mjs").Toast} Toast
@@ -133,7 +133,7 @@ function count({ calls }, { of, calls: checked = 0 }) {
 /** Note what a guard said: NaN that another guard could not cure is told there alone. @param {Run} run @param {GuardMessage} message @returns {boolean} whether it is the first of its cause */
 function note(run, message) {
   const id = String(message.node_id ?? "");
-  const follows = message.verdict === "bad_input" && run.events.some(({ event }) => event && !event.recovered && event.kind !== "drift");
+  const follows = aboutOf(message).of_input && run.events.some(({ event }) => event && !event.recovered && event.kind !== "drift");
   if (message.kind === "event") run.events.push(message);
   if (follows) {
     run.reached.add(id);
@@ -141,7 +141,7 @@ function note(run, message) {
   }
   const guard = run.guards.get(id) ?? { verdict: "", brief: "", advice: "", events: [] };
   run.guards.set(id, guard);
-  guard.verdict = message.verdict;
+  Object.assign(guard, { verdict: message.verdict, about: message.about });
   if (message.kind === "event") guard.events.push(message);
   else Object.assign(guard, { brief: message.brief, advice: message.advice, line: message.line });
   const cause = message.event?.kind === "drift" ? "drift" : message.verdict;
@@ -150,36 +150,24 @@ function note(run, message) {
   return first;
 }
 
-/** What a toast says of each verdict, in words that need no knowledge of numbers. */
-export const causes = () => ({
-  recovered: t("Black image prevented"),
-  stopped: t("NaN or Inf found"),
-  bad_weights: t("A weight is NaN"),
-  bad_input: t("The model was given NaN or Inf"),
-  not_precision: t("NaN or Inf that no precision cures"),
-  device_fault: t("The device calculates wrongly"),
-  drift: t("A step is farther from fp32 than it should be"),
-});
-
 /** The toast for a guard's message, one for each cause in a run; null for what was told. @param {GuardMessage} message @param {boolean} first */
 export function toastFor(message, first) {
-  if (!first || message.verdict === "clean" && !message.event) return null;
-  const { event, verdict } = message;
+  if (!first || aboutOf(message).tone === "good" && !message.event) return null;
+  const { event } = message, { cause: found, repaired } = aboutOf(message);
   const drift = event?.kind === "drift";
-  const name = /** @type {keyof ReturnType<typeof causes>} */ (drift ? "drift" : verdict);
-  const cause = causes()[name] ?? verdictText(verdict);
-  if (verdict === "recovered" && event && !drift) return ourToast("success", cause, curedText(event), 5000);
+  const cause = drift ? t("A step is farther from fp32 than it should be") : found ? t(found) : verdictOf(message, [event]).text;
+  if (repaired && event && !drift) return ourToast("success", cause, curedText(event), 5000);
   const { culprit, cure: [cure] } = culpritOf(message);
   if (culprit) return ourToast("error", culprit, cure, 20000);
   return ourToast(drift ? "warn" : "error", cause, drift && event ? together([whatIn(event), cure]) : sentencesOf(message.brief)[0], 20000);
 }
 
-/** What is at fault, and what to do about it: the first sentence and the rest, and in a line. @param {{verdict: string, advice: string, line?: string, event?: GuardEvent | null}} message */
-export function culpritOf({ verdict, advice, line, event }) {
+/** What is at fault, and what to do about it: the first sentence and the rest, and in a line. @param {import("./dom.mjs").Judged & {advice: string, line?: string, event?: GuardEvent | null}} message */
+export function culpritOf({ advice, line, event, ...judged }) {
   const { culprit, cure } = partsOf(advice);
   const [first, rest] = sentencesOf(String(culprit ? cure : advice));
   if (culprit) return { culprit: said(String(culprit)), cure: [capital(first), rest], line: capital(first) };
-  return { culprit: verdict === "bad_input" && event?.layer ? t("NaN or Inf in the {input}", { input: said(event.layer) }) : "", cure: [first, rest], line: said(line) };
+  return { culprit: aboutOf(judged).of_input && event?.layer ? t("NaN or Inf in the {input}", { input: said(event.layer) }) : "", cure: [first, rest], line: said(line) };
 }
 
 /** @param {string} text */
@@ -194,8 +182,8 @@ function curedText(event) {
 }
 
 /** Whether a guard's message says that parts of its model run wider from here on. @param {any} message @returns {boolean} */
-export function isWider({ kind, event, verdict, of }) {
-  return !of && kind !== "calls" && (event ? event.recovered && event.kind !== "drift" : verdict === "clean");
+export function isWider({ kind, event, of, ...judged }) {
+  return !of && kind !== "calls" && (event ? event.recovered && event.kind !== "drift" : aboutOf(judged).tone === "good");
 }
 
 /** What an error says, and whether it was told before: by a guard, or by ComfyUI where it is not of the pack. @param {any} detail of an `execution_error` event @param {Run | null} run @returns {RunError} */

@@ -166,7 +166,7 @@ class Ladder:
     def _unguarded(self) -> Any:
         """Go on with the first result, as without a guard. A run that was repaired before is so no
         more."""
-        if self.log.verdict == "recovered" and not self.call.hidden:
+        if self.log.held.repaired and not self.call.hidden:
             return self._give_up(Diagnosis(self.evidence.place, "stopped", verdicts.UNGUARDED, verdicts.IN_VAIN))
         self.log.given_up = True
         return self.call.result
@@ -174,7 +174,7 @@ class Ladder:
     def _explained(self) -> Any:
         """Find what explains a call that the guard may not cure."""
         call, evidence = self.call, self.evidence
-        if call.hidden and self.log.verdict != "clean" and (self.log.lost or not evidence.inputs):
+        if call.hidden and self.log.held.rank and (self.log.lost or not evidence.inputs):
             return call.result
         if evidence.locate().finite and self._finite_again():
             return self._give_up(Diagnosis(call.default_origin, "device_fault", None, self._same_again))
@@ -240,7 +240,7 @@ class Ladder:
 
         Beside a pack that may keep state the sampling starts again then, as it was, once.
         """
-        if self.evidence.recurs or (self.call.restarts and self.log.verdict != "clean"):
+        if self.evidence.recurs or (self.call.restarts and self.log.held.rank):
             return None
         attempt = self.evidence.at(AS_IT_WAS)
         return attempt if attempt.finite else None
@@ -314,7 +314,7 @@ class Ladder:
 
     def _give_up(self, found: Diagnosis, goes_on: bool = False) -> Any:
         call = self.call
-        if call.hidden and found.verdict == "stopped":
+        if call.hidden and verdicts.VERDICTS[found.verdict].unexplained:
             self._note_clamped(found)
             self.log.given_up = True
             return call.result
@@ -344,7 +344,8 @@ class Ladder:
 
     def _event(self, place: Origin | None, verdict: Verdict, modes: tuple[str, str], evidence: str) -> GuardEvent:
         """Build the report's entry for a failure that does not end the run."""
-        event = self._position.event(place, *modes, verdict != "stopped", evidence)
-        if self.call.hidden and verdict != "device_fault":
+        row = verdicts.VERDICTS[verdict]
+        event = self._position.event(place, *modes, not row.unexplained, evidence)
+        if self.call.hidden and not row.of_device:
             event.kind = "saturation"
         return event

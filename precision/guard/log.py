@@ -131,6 +131,11 @@ class GuardLog:
     place: Callable[[], verdicts.Place] = lambda: verdicts.ANY_GUARD
     _numbers: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
+    @property
+    def held(self):
+        """Return the row of the verdict so far."""
+        return verdicts.VERDICTS[self.verdict]
+
     def begin_call(self) -> int:
         """Count a call. Returns its number, from 1."""
         with self._numbers:
@@ -149,8 +154,9 @@ class GuardLog:
         with."""
         event.brief = event.brief or message or sentence(event, origin, brief=True)
         message = message or sentence(event, origin)
-        advice = self.place().worded(verdicts.ADVICE[verdict] if advice is None else advice)
-        if self.verdict in verdicts.CURED or (verdict != "stopped" and self._only_clamped()):
+        advice = self.place().worded(verdicts.VERDICTS[verdict].advice if advice is None else advice)
+        explains = not verdicts.VERDICTS[verdict].unexplained
+        if self.held.cured or (explains and self._only_clamped()):
             self.verdict, self.advice = verdict, advice
         self.events.append(event)
         self.notify("event", verdict, message, advice, event)
@@ -160,7 +166,7 @@ class GuardLog:
         """True if the verdict is that of clamped values, which end no run: any other failure is
         worse."""
         harmless = all(event.recovered or event.kind in ("saturation", "drift") for event in self.events)
-        return self.verdict == "stopped" and harmless
+        return self.held.unexplained and harmless
 
     def give_up(self, position: CallPosition, found: Diagnosis, mode: str = "", goes_on: bool = False) -> None:
         """Give up the images of ``position``, or the whole run if it names no image or all of them.
@@ -208,7 +214,7 @@ class GuardLog:
         one. ComfyUI itself tells of an error or interrupt that no event led to."""
         if self.ended_in and not self.events:
             return
-        if self.verdict != "clean":
+        if self.held.rank:
             self.notify("verdict", self.verdict, self._became(), self.advice)
         elif plan.is_wider:
             self.notify("verdict", self.verdict, Message(verdicts.BEGAN_WITH, parts=", ".join(plan.parts())), "")
@@ -255,7 +261,7 @@ class GuardLog:
         origin = Origin("", "matmul", "canary", mode, math.nan)
         event = position.event(origin, mode, "fp32" if cured else mode, cured)
         event.ended = self.on_nan == "stop"
-        advice = Message("{0}. {1}", detail, verdicts.ADVICE["device_fault"])
+        advice = Message("{0}. {1}", detail, verdicts.VERDICTS["device_fault"].advice)
         message = Message("A test operation on {0} is wrong.", device)
         error = self.note(event, origin, "device_fault", advice, message)
         if event.ended:
@@ -266,11 +272,11 @@ class GuardLog:
         """Revoke the verdict of a run that ended in an error or an interrupt: ``recovered``, with an
         event, and ``clean``, because a run without a result has none to be clean."""
         cause = f"{type(error).__name__}: {error}"
-        if self.verdict == "clean":
+        if not self.held.rank:
             is_error = isinstance(error, Exception)
             self.ended_in = Message(verdicts.NO_RESULT, cause) if is_error else verdicts.INTERRUPTED
             self.verdict, self.advice = "stopped", self.ended_in
-        if self.verdict != "recovered":
+        if not self.held.repaired:
             return
         self.ended_in, advice = Message(verdicts.ENDED_IN, cause), verdicts.OTHERWISE
         if not isinstance(error, Exception):
@@ -282,22 +288,22 @@ class GuardLog:
 
     def _became(self) -> str:
         """Return one sentence on how a run with NaN or Inf ended."""
-        if self.verdict == "recovered":
+        if self.held.repaired:
             steps = len({(event.call, event.step) for event in self.events if event.recovered})
             several = Message("Repaired: {0} steps were repeated.", steps)
             return "Repaired: 1 step was repeated." if steps == 1 else several
         if self.ended_in:
             return self.ended_in
-        if self.verdict == "stopped" and self.on_nan == "stop":
+        if self.held.unexplained and self.on_nan == "stop":
             return "Stopped, because the guard is set to stop."
-        if self.verdict == "stopped" and self.on_nan == "report":
+        if self.held.unexplained and self.on_nan == "report":
             return "Not repaired, because the guard is set to report."
         return Message("Guard: {0}.", verdict_shown(self.verdict, [event.kind for event in self.events]))
 
     def report(self, plan: PlanInUse) -> GuardReport:
         """Return the guard's section of the report, with the parts that run wider now."""
-        advice = verdicts.BEGAN_WIDER if plan.is_wider and self.verdict == "clean" else self.advice
+        advice = verdicts.BEGAN_WIDER if plan.is_wider and not self.held.rank else self.advice
         return GuardReport(
             self.verdict, self.calls, self.extra_calls, plan.named(), list(self.events), plan.rules(),
-            advice, list(self.checks),
+            advice, list(self.checks), self.held.shown(),
         )  # fmt: skip

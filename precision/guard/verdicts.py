@@ -2,29 +2,107 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..base.errors import HalfsafeError
 from ..base.message import Message, joined
 from ..report.schema import Verdict
 
-CURED = ("clean", "recovered")
-ADVICE: dict[Verdict, str] = {
-    "recovered": "No NaN or Inf is left. {keep}",
-    "stopped": "Set {switch} to retry_higher: it repeats a failed call in a higher precision.",
-    "bad_weights": joined(
-        ["Remove the file or download it again.", "No precision repairs a weight that is NaN or Inf."]
+NOTHING_FOUND, REPAIRED, UNEXPLAINED, EXPLAINED = range(4)
+"""The ranks of verdicts: each one of a higher rank is worse."""
+
+
+class _Row(NamedTuple):
+    """What is decided by a verdict, and what is said of it.
+
+    Args:
+        rank: how much is wrong, from ``NOTHING_FOUND`` to ``EXPLAINED``, which names a cause.
+        tone: the colour of the verdict in the page: good, warn or bad.
+        cause: the verdict in a few words, for headlines.
+        cure: one short line where ``advice`` is long.
+        advice: what to do, with the fields of :class:`Place`.
+        of_input: the call was given NaN, so another guard may have told its cause.
+        of_device: the device is at fault, and no layer.
+        names_file: the advice names the file, so an error begins with it.
+    """
+
+    rank: int
+    tone: Literal["good", "warn", "bad"]
+    cause: str
+    cure: str
+    advice: str
+    of_input: bool = False
+    of_device: bool = False
+    names_file: bool = False
+
+    @property
+    def cured(self) -> bool:
+        """True if no NaN or Inf is left."""
+        return self.rank <= REPAIRED
+
+    @property
+    def repaired(self) -> bool:
+        """True if there was NaN or Inf and none is left."""
+        return self.rank == REPAIRED
+
+    @property
+    def unexplained(self) -> bool:
+        """True if NaN or Inf is left and its cause is not known."""
+        return self.rank == UNEXPLAINED
+
+    def shown(self) -> dict[str, str | bool]:
+        """Return what the page decides by, and what it says of the verdict."""
+        return {
+            "tone": self.tone, "repaired": self.repaired, "unexplained": self.unexplained,
+            "of_input": self.of_input, "cause": self.cause,
+        }  # fmt: skip
+
+
+VERDICTS: dict[Verdict, _Row] = {
+    "clean": _Row(NOTHING_FOUND, "good", "No NaN left", "", ""),
+    "recovered": _Row(REPAIRED, "warn", "Black image prevented", "", "No NaN or Inf is left. {keep}"),
+    "stopped": _Row(
+        UNEXPLAINED,
+        "bad",
+        "NaN or Inf found",
+        "",
+        "Set {switch} to retry_higher: it repeats a failed call in a higher precision.",
     ),
-    "bad_input": "Check the node that made this input; Check Finite after it shows where the NaN begins.",
-    "not_precision": (
+    "bad_weights": _Row(
+        EXPLAINED,
+        "bad",
+        "A weight is NaN",
+        "",
+        joined(["Remove the file or download it again.", "No precision repairs a weight that is NaN or Inf."]),
+        names_file=True,
+    ),
+    "bad_input": _Row(
+        EXPLAINED,
+        "bad",
+        "The model was given NaN or Inf",
+        "Check the node that made it.",
+        "Check the node that made this input; Check Finite after it shows where the NaN begins.",
+        of_input=True,
+    ),
+    "not_precision": _Row(
+        EXPLAINED,
+        "bad",
+        "NaN or Inf that no precision cures",
+        "Try another sampler, more steps or a lower cfg.",
         "No higher precision cures this: try another sampler or scheduler, more steps, a lower cfg, or no patches of "
-        "other nodes. Also try a lower dtype in Compute Dtype, because the device's fp32 may be at fault."
+        "other nodes. Also try a lower dtype in Compute Dtype, because the device's fp32 may be at fault.",
     ),
-    "device_fault": (
+    "device_fault": _Row(
+        EXPLAINED,
+        "bad",
+        "The device calculates wrongly",
+        "Try another driver or torch.",
         "The device or its driver gave a wrong result, not the model: try another driver or torch, "
-        "--disable-dynamic-vram, --disable-async-offload, or a device that is not overclocked."
+        "--disable-dynamic-vram, --disable-async-offload, or a device that is not overclocked.",
+        of_device=True,
     ),
 }
+"""Every verdict, with all that is decided by it: other files ask the row and compare no name."""
 
 
 class Place(NamedTuple):
@@ -140,8 +218,8 @@ class NonFinite(HalfsafeError):
 
     def __init__(self, problem: str, verdict: Verdict = "stopped", advice: str = ""):
         found = joined([problem, Message("Verdict: {0}.", verdict)])
-        cure = advice or ANY_GUARD.worded(ADVICE[verdict])
-        if verdict == "bad_weights":  # whose advice names the file
+        cure = advice or ANY_GUARD.worded(VERDICTS[verdict].advice)
+        if VERDICTS[verdict].names_file:
             found, cure = cure, found
         super().__init__(found, cure)
         self.verdict = verdict
@@ -150,7 +228,7 @@ class NonFinite(HalfsafeError):
 @dataclass(frozen=True)
 class Wording:
     """The sentences that differ between kinds of call. ``advice``: verdict -> advice that replaces
-    that of ``ADVICE``."""
+    that of ``VERDICTS``."""
 
     no_memory: str
     broken_off: str
@@ -173,7 +251,7 @@ def _encoder_wording(kind: str, without_cure: str, without_retries: str, stopped
     advice: dict[Verdict, str] = {
         "recovered": "",
         "not_precision": Message(NOT_CURED, kind, without_cure),
-        "device_fault": Message(OR_ON_CPU, ADVICE["device_fault"], kind),
+        "device_fault": Message(OR_ON_CPU, VERDICTS["device_fault"].advice, kind),
         "stopped": stopped,
     }
     return Wording(
@@ -212,12 +290,10 @@ _LONG = (
 )
 LINES: Mapping[str, str] = {
     **dict.fromkeys(_LONG, ""),
-    ADVICE["bad_input"]: "Check the node that made it.",
+    **{row.advice: row.cure for row in VERDICTS.values() if row.cure},
     MADE_BEFORE: "Check the node that made it.",
     EMBEDDING: "Leave the embedding out or download it again.",
-    ADVICE["not_precision"]: "Try another sampler, more steps or a lower cfg.",
     NOT_CURED: "Try another file, or run it on the CPU.",
-    ADVICE["device_fault"]: "Try another driver or torch.",
     OR_ON_CPU: "Try another driver or torch.",
     COMPILED: "Remove the compile node, or compile with another backend.",
 }

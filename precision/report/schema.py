@@ -112,7 +112,7 @@ class CheckReport:
 @dataclass
 class GuardReport:
     """What the guard saw; ``verdict``: of ``guard/verdicts.py``, "off" when no guard is
-    attached."""
+    attached; ``about``: what the page decides by, of that table."""
 
     verdict: Verdict | Literal["off"] = "off"
     calls: int = 0
@@ -122,12 +122,14 @@ class GuardReport:
     rules: str = ""
     advice: str = ""
     checks: list[CheckReport] = field(default_factory=list)
+    about: dict[str, str | bool] = field(default_factory=dict)
 
 
 @dataclass
 class EncoderReport:
     """What the guard of a VAE or text encoder saw in the prompt; ``node``: its id, ``messages``: a
-    line per event, ``calls``: those that gave a finite result at once."""
+    line per event, ``calls``: those that gave a finite result at once;
+    ``about``: as of a model's guard."""
 
     node: str
     kind: str
@@ -135,6 +137,7 @@ class EncoderReport:
     messages: list[str] = field(default_factory=list)
     advice: str = ""
     calls: int = 0
+    about: dict[str, str | bool] = field(default_factory=dict)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfsafe.precision.base.message import messages_in
-from halfsafe.precision.guard.verdicts import LINES
+from halfsafe.precision.guard.verdicts import LINES, VERDICTS
 from setup.comfyui_server import Server
 
 if TYPE_CHECKING:
@@ -217,8 +217,15 @@ class ComfyPage:
         for node, output in outputs.items():
             self.send("executed", node=node, display_node=node, prompt_id="shown", output=output)
 
-    def show_report(self, report: dict) -> None:
-        """Let the page receive a report as the output of its report node."""
+    def show_report(self, report: dict, is_old: bool = False) -> None:
+        """Let the page receive a report as the output of its report node. ``is_old``: nothing is said of its verdicts, as in a workflow
+        that an earlier version saved."""
+        if not is_old:
+            report = {
+                **report,
+                "guard": judged(report["guard"]),
+                "encoders": [*map(judged, report.get("encoders", []))],
+            }
         node = self.evaluate("() => String(app.graph.nodes.find((n) => n.type === 'HalfsafeReport').id)")
         self.show({node: {"halfsafe_report": [json.dumps(report)]}})
 
@@ -256,7 +263,7 @@ class ComfyPage:
         advice = message.get("advice", "")
         first, *_ = getattr(advice, "sentences", ()) or (advice,)
         line = LINES.get(getattr(advice, "template", advice), first)
-        data = {"brief": message.get("message", ""), "line": line, **whole, **message}
+        data = judged({"brief": message.get("message", ""), "line": line, **whole, **message})
         self.send("halfsafe.guard", **data, messages=messages_in(data))
 
     def zoom_to(self, node_type: str, width: int | None = None, height: int | None = None) -> None:
@@ -299,6 +306,12 @@ class ComfyPage:
     def _note_response(self, response: Response) -> None:
         if response.status >= 400 and PACK in response.url:
             self._note(f"{response.status}: {response.url}")
+
+
+def judged(data: dict) -> dict:
+    """Data of a guard with what its verdict's row says, as the server sends them."""
+    row = VERDICTS.get(data["verdict"])
+    return {**data, "about": row.shown() if row else {}}
 
 
 def without_positions(workflow: dict) -> dict:

@@ -14,7 +14,7 @@ from halfsafe.precision.base.errors import CheckpointError, HalfsafeError
 from halfsafe.precision.base.message import Message, joined, messages_in
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, sentence
-from halfsafe.precision.guard.verdicts import ADVICE, ENCODERS, FAILS_IN_FP32, NonFinite
+from halfsafe.precision.guard.verdicts import ENCODERS, FAILS_IN_FP32, VERDICTS, NonFinite
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.report.result import BEST, COMPUTED_IN, ERROR, FIGURES, Result
 from halfsafe.precision.study.tradeoffs_text import REFERENCE
@@ -117,7 +117,9 @@ def test_the_error_of_a_guard_is_told_as_its_event(comfy: ComfyPage) -> None:
     comfy.evaluate(TAB)
     comfy.page.wait_for_selector(".hs-sidebar .hs-error")
     card = comfy.page.text_content(".hs-run")
-    assert WORDS[ADVICE["stopped"]].replace("{switch}", WORDS["the guard"]) in card and english_in(card) == [], card
+    assert (
+        WORDS[VERDICTS["stopped"].advice].replace("{switch}", WORDS["the guard"]) in card and english_in(card) == []
+    ), card
     assert "\u3002 " not in card, "a full-width stop has its space in itself"
 
 

@@ -48,7 +48,7 @@ REPORT = Report(
     guard=GuardReport("recovered", 2),
 ).to_json()
 WORDS = json.loads((WORKFLOWS.parent / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
-ADVICE = verdicts.ADVICE["bad_weights"]
+ADVICE = verdicts.VERDICTS["bad_weights"].advice
 ENGLISH = """(selector) => [...document.querySelectorAll(selector)].flatMap((e) => e.textContent.match(/[a-z]+ [a-z]+ [a-z]+ [a-z]+/g) ?? [])"""
 
 

@@ -8,7 +8,7 @@ import pytest
 from browser.comfy_page import ComfyPage
 from browser.test_guard import EVENT, REPORT, TOGGLE_TAB
 from halfsafe.precision.base.message import Message, joined, messages_in
-from halfsafe.precision.guard.verdicts import ADVICE
+from halfsafe.precision.guard.verdicts import VERDICTS
 from halfsafe.precision.report.result import KEPT_IN, LESS, Result
 from support.page_words import english_in
 
@@ -158,7 +158,7 @@ def test_a_report_without_calls_is_not_green_and_an_old_one_is_earlier(opened_pa
     comfy.show_report({**REPORT, "guard": {**REPORT["guard"], "verdict": "clean", "calls": 0}})
     assert (
         comfy.page.inner_text(".hs-title .hs-verdict") == "not run yet"
-        and comfy.page.locator(".hs-verdict[data-verdict=clean]").count() == 0
+        and comfy.page.locator(".hs-verdict[data-tone=good]").count() == 0
     )
     comfy.show_report(REPORT)
     comfy.send("execution_success", prompt_id="shown")
@@ -291,7 +291,7 @@ def test_the_list_of_guards_has_the_words_that_advice_names(opened_page: ComfyPa
     offered = opened_page.page.locator(".hs-watch option")
     offered.first.wait_for(state="attached")
     assert [text.split(":")[0] for text in offered.all_inner_texts()] == ["off", "report", "retry_higher"]
-    assert "retry_higher" in ADVICE["stopped"]
+    assert "retry_higher" in VERDICTS["stopped"].advice
 
 
 def test_a_message_has_two_lines_and_none_is_shown_beside_its_card(

@@ -27,7 +27,7 @@ from browser.test_sidebar_words import (
 )
 from halfsafe.precision.base.message import Message, joined, messages_in
 from halfsafe.precision.devices.measurements import BRIEF, RANGE
-from halfsafe.precision.guard.verdicts import ADVICE, EVERY_RUN, NAN_GUARD, ONE_NODE, Place
+from halfsafe.precision.guard.verdicts import EVERY_RUN, NAN_GUARD, ONE_NODE, VERDICTS, Place
 from halfsafe.precision.report.result import COMPUTES_IN, FAST, IN_INT8, Result
 
 LARGE = "() => [...document.querySelectorAll('.hs-answer .hs-headline')].map((e) => e.innerText)"
@@ -108,7 +108,7 @@ def test_a_repair_that_was_taken_out_is_of_an_earlier_run(bar: ComfyPage) -> Non
 
 def reported(bar: ComfyPage, prompt: str, guard: str, place: Place) -> None:  # noqa: F811
     start(bar, prompt)
-    told = {"verdict": "stopped", "message": "Step 3.", "advice": place.worded(ADVICE["stopped"])}
+    told = {"verdict": "stopped", "message": "Step 3.", "advice": place.worded(VERDICTS["stopped"].advice)}
     bar.send_guard(prompt_id=prompt, node_id=guard, **told, event={**GONE, "ended": False})
     bar.send("execution_success", prompt_id=prompt)
 

@@ -11,7 +11,7 @@ from browser.test_guard import EVENT, TOGGLE_TAB
 from browser.test_sidebar import OPEN_WHY, PLAIN
 from halfsafe.precision.base.errors import RuleError
 from halfsafe.precision.base.message import Message, joined, messages_in
-from halfsafe.precision.guard.verdicts import ADVICE, NAN_GUARD
+from halfsafe.precision.guard.verdicts import NAN_GUARD, VERDICTS
 from halfsafe.precision.make.weight_errors import AGAIN
 from halfsafe.precision.report.result import (
     BEST,
@@ -131,7 +131,7 @@ def tell(comfy: ComfyPage, prompt: str, guard: str, told: list[tuple[str, dict]]
     if not told:
         comfy.send_guard(prompt_id=prompt, node_id=guard, kind="calls", verdict="clean", calls=8)
     for verdict, event in told:
-        advice = ADVISED if verdict == "bad_weights" else NAN_GUARD.worded(ADVICE[verdict])
+        advice = ADVISED if verdict == "bad_weights" else NAN_GUARD.worded(VERDICTS[verdict].advice)
         brief = "Step 3, sigma 0.7031: blocks.0.ffn.2 overflowed in fp16 and was repeated in fp16 with fp32 results."
         comfy.send_guard(prompt_id=prompt, node_id=guard, verdict=verdict, message=brief, advice=advice, event=event)
     ended = any(event.get("ended") for _, event in told)

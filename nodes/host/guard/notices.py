@@ -11,8 +11,8 @@ from ....precision.base.modes import label_of
 from ....precision.check import drift
 from ....precision.guard.log import GuardLog, Notify
 from ....precision.guard.policy import EVENT, OFF, OnNan
-from ....precision.guard.verdicts import CURED, EVERY_RUN, LINES, NAN_GUARD, ONE_NODE, Place
-from ....precision.report.schema import EncoderReport, GuardEvent, plain
+from ....precision.guard.verdicts import EVERY_RUN, LINES, NAN_GUARD, ONE_NODE, VERDICTS, Place
+from ....precision.report.schema import EncoderReport, GuardEvent, Verdict, plain
 from ..comfyui.page import running_node_id, running_prompt, running_prompt_id, send, show_progress
 
 _ENCODER_KINDS = {"vae": "VAE", "clip": "text encoder"}
@@ -73,7 +73,7 @@ def _notifier(node_id: str | None, prompt: str | None, of: str, planner: str | N
     that queued the prompt, if any; with the arguments of :func:`guard_log`."""
 
     def notify(
-        kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None, calls: int = 0
+        kind: str, verdict: Verdict, message: str, advice: str, event: GuardEvent | None = None, calls: int = 0
     ) -> None:
         if event:
             if event.recovered and event.to_mode:
@@ -85,6 +85,7 @@ def _notifier(node_id: str | None, prompt: str | None, of: str, planner: str | N
             "prompt_id": prompt or running_prompt_id(),
             "kind": kind,
             "verdict": verdict,
+            "about": VERDICTS[verdict].shown(),
             "message": message,
             "brief": event.brief if event else message,
             "advice": advice,
@@ -125,6 +126,7 @@ def _encoder_report(node_id: str, kind: str, messages: list[dict]) -> EncoderRep
     texts = [message["message"] for message in messages if message["message"]]
     report = EncoderReport(node_id, kind, messages=texts, calls=sum(message["calls"] for message in messages))
     for message in messages:
-        if report.verdict in CURED:
+        if VERDICTS[report.verdict].cured:
             report.verdict, report.advice = message["verdict"], message["advice"]
+    report.about = VERDICTS[report.verdict].shown()
     return report

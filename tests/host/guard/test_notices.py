@@ -4,11 +4,11 @@ import pytest
 from halfsafe.nodes.host.guard import notices
 from halfsafe.precision.base.message import Message, joined
 from halfsafe.precision.check import drift
-from halfsafe.precision.guard.verdicts import ADVICE, COMPILED, ENCODERS, NAN_GUARD, OTHERWISE
+from halfsafe.precision.guard.verdicts import COMPILED, ENCODERS, NAN_GUARD, OTHERWISE, VERDICTS
 
 LINES = [
-    (ADVICE["bad_weights"], "Remove the file or download it again."),
-    (ADVICE["not_precision"], "Try another sampler, more steps or a lower cfg."),
+    (VERDICTS["bad_weights"].advice, "Remove the file or download it again."),
+    (VERDICTS["not_precision"].advice, "Try another sampler, more steps or a lower cfg."),
     (ENCODERS["VAE"].advice["not_precision"], "Try another file, or run it on the CPU."),
     (ENCODERS["Text encoder"].advice["device_fault"], "Try another driver or torch."),
     (ENCODERS["VAE"].broken_off, "Instead, load the VAE with dtype bf16 or fp32."),

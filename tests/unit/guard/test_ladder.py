@@ -19,7 +19,6 @@ from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, GuardLog, sentence
 from halfsafe.precision.guard.rungs import AS_IT_WAS, EncoderStep, Rung
 from halfsafe.precision.guard.verdicts import (
-    ADVICE,
     ANY_GUARD,
     BEGINS_SAFE,
     COMPILED,
@@ -32,6 +31,7 @@ from halfsafe.precision.guard.verdicts import (
     READ_BY_NONE,
     SAME_AGAIN,
     SAME_SEED,
+    VERDICTS,
     NonFinite,
 )
 
@@ -195,7 +195,9 @@ def test_the_event_of_a_cured_call_names_place_modes_and_what_later_runs_do():
         SAME_SEED,
     )
     assert (
-        event.fell_back is False and log.advice == ANY_GUARD.worded(ADVICE["recovered"]) and call.kept_for == OVERFLOW
+        event.fell_back is False
+        and log.advice == ANY_GUARD.worded(VERDICTS["recovered"].advice)
+        and call.kept_for == OVERFLOW
     )
 
 
@@ -226,7 +228,7 @@ def test_a_call_that_the_fallback_does_not_cure_is_the_guards():
 
 
 @pytest.mark.parametrize(("about", "finite", "advice", "evidence"), [
-    ({}, ["watched", "as it was"], ADVICE["device_fault"], SAME_AGAIN),
+    ({}, ["watched", "as it was"], VERDICTS["device_fault"].advice, SAME_AGAIN),
     ({"compiled": True}, ["watched"], COMPILED, EAGER_IS_FINITE),
 ])  # fmt: skip
 def test_a_call_finite_in_the_same_arithmetic_blames_the_device(about, finite, advice, evidence):
@@ -282,7 +284,7 @@ def test_beside_a_pack_the_sampling_starts_again_at_the_first_step_of_the_ladder
     assert (event.from_mode, event.to_mode, log.advice) == (
         "fp16 of blocks.0",
         "fp16_safe",
-        ANY_GUARD.worded(ADVICE["recovered"]),
+        ANY_GUARD.worded(VERDICTS["recovered"].advice),
     )
     assert (
         event.evidence == "The sampling was restarted in fp16_safe, because ComfyUI-Cache may keep state between steps."

@@ -14,7 +14,7 @@ from halfsafe.precision.guard.log import (
     GuardLog,
     sentence,
 )
-from halfsafe.precision.guard.verdicts import ADVICE, ANY_GUARD, BEGAN_WIDER, BETWEEN_CALLS, MODEL, NonFinite, Place
+from halfsafe.precision.guard.verdicts import ANY_GUARD, BEGAN_WIDER, BETWEEN_CALLS, MODEL, VERDICTS, NonFinite, Place
 from halfsafe.precision.plan.in_use import PlanInUse
 
 ORIGIN = Origin("blocks.0.down", "matmul", "overflow", "fp16", 489.2)
@@ -49,7 +49,7 @@ def test_a_run_ends_where_nothing_is_left_to_save_or_the_node_says_so(on_nan, sp
         log.give_up(position, Diagnosis(ORIGIN, "not_precision"), "fp16")
     assert log.given_up and [event.ended for event in log.events] == [stops]
     ((kind, verdict, message, advice, event),) = told
-    assert (kind, verdict, advice, event) == ("event", "not_precision", ADVICE["not_precision"], log.events[0])
+    assert (kind, verdict, advice, event) == ("event", "not_precision", VERDICTS["not_precision"].advice, log.events[0])
     assert "blocks.0.down" in message
 
 
@@ -68,7 +68,12 @@ def test_a_verdict_is_told_once_with_the_counts():
     log.note(CallPosition(1).event(ORIGIN, "fp16", "fp16_wide", True), ORIGIN, "recovered")
     log.extra_calls = 2
     log.notify_verdict(PlanInUse())
-    assert told[1] == ("verdict", "recovered", "Repaired: 1 step was repeated.", ANY_GUARD.worded(ADVICE["recovered"]))
+    assert told[1] == (
+        "verdict",
+        "recovered",
+        "Repaired: 1 step was repeated.",
+        ANY_GUARD.worded(VERDICTS["recovered"].advice),
+    )
     only_told = GuardLog("report", told)
     only_told.note(CallPosition(1).event(ORIGIN, "fp16", "fp16", False), ORIGIN, "stopped")
     only_told.notify_verdict(PlanInUse())
@@ -159,7 +164,11 @@ def test_a_run_with_nan_is_summed_up_by_what_became_of_it(on_nan, verdict, steps
     told.clear()
     log.notify_verdict(PlanInUse())
     ((kind, of, message, advice),) = told
-    assert (kind, of, advice) == ("verdict", verdict, ANY_GUARD.worded(ADVICE[verdict])) and expected in message
+    assert (kind, of, advice) == (
+        "verdict",
+        verdict,
+        ANY_GUARD.worded(VERDICTS[verdict].advice),
+    ) and expected in message
     assert ("set to" in message) == (expected == "set to"), message
 
 
@@ -174,7 +183,7 @@ def test_the_report_of_a_clean_run_says_that_it_began_wider():
         "recovered",
         3,
         2,
-        ANY_GUARD.worded(ADVICE["recovered"]),
+        ANY_GUARD.worded(VERDICTS["recovered"].advice),
     )
 
 
@@ -235,7 +244,7 @@ def test_a_device_whose_product_is_wrong_is_repaired_in_fp32(on_nan, cured):
         "fp32" if cured else "fp16",
         cured,
     )
-    assert log.verdict == "device_fault" and log.advice == f"fp16 matmul gives zeros. {ADVICE['device_fault']}"
+    assert log.verdict == "device_fault" and log.advice == f"fp16 matmul gives zeros. {VERDICTS['device_fault'].advice}"
 
 
 @pytest.mark.parametrize("verdict", ["recovered", "clean", "bad_input"])

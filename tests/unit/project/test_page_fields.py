@@ -99,7 +99,7 @@ def words_of(template: str) -> int:
 def advice_of_guards() -> list[str]:
     """All that a guard advises after a failure that is not repaired, but for advice to switch it, which is a button."""
     wordings = [verdicts.MODEL, *verdicts.ENCODERS.values()]
-    found = [advice for verdict, advice in verdicts.ADVICE.items() if verdict != "recovered"]
+    found = [row.advice for row in verdicts.VERDICTS.values() if row.advice and not row.repaired]
     found += [advice for _, advice in verdicts.ENCODER_INPUTS.values()]
     found += [text for one in wordings for text in (one.no_memory, one.broken_off, *filter(None, one.advice.values()))]
     found += [verdicts.OTHERWISE, verdicts.COMPILED, verdicts.UNGUARDED, verdicts.LEAVE_OUT, verdicts.OF_ITS_OWN]
@@ -122,7 +122,7 @@ def test_advice_that_is_too_long_for_a_card_has_a_line() -> None:
 
 def test_advice_to_switch_names_the_switch() -> None:
     """The page makes a button of it, which it knows by this name."""
-    for advice in (verdicts.ADVICE["stopped"], *(one.advice["stopped"] for one in verdicts.ENCODERS.values())):
+    for advice in (verdicts.VERDICTS["stopped"].advice, *(one.advice["stopped"] for one in verdicts.ENCODERS.values())):
         told = verdicts.NAN_GUARD.worded(advice)
         assert messages_in(told)[told]["values"]["switch"] == "on_nan" and "{switch}" in advice
 

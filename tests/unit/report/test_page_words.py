@@ -33,7 +33,8 @@ def words_of_the_page() -> set[str]:
     code = "".join(
         path.read_text(encoding="utf-8") for path in (ROOT / "web").iterdir() if path.suffix in (".js", ".mjs")
     )
-    shown = {verdict.replace("_", " ") for verdict in ("clean", *verdicts.ADVICE)}
+    shown = {verdict.replace("_", " ") for verdict in verdicts.VERDICTS}
+    shown |= {row.cause for row in verdicts.VERDICTS.values()}
     tables = {*HEAD, *TABLE, NOISY, REFERENCE, NO_ERROR, EXACT, BARRED, CHOSEN, KEPT, PINNED, UNUSED}
     given = {*verdicts.ENCODER_INPUTS, *(name for name, _ in verdicts.ENCODER_INPUTS.values())} | INPUTS
     templates = {text for text in vars(result).values() if isinstance(text, str) and "{" in text}

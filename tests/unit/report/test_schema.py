@@ -93,7 +93,7 @@ def test_json_is_the_contracts_key_for_key_in_its_order():
         "rules",
         "view",
     ]
-    assert list(found["guard"]) == [*contract["guard"], "rules", "advice", "checks"]
+    assert list(found["guard"]) == [*contract["guard"], "rules", "advice", "checks", "about"]
     found["guard"] = {key: found["guard"][key] for key in contract["guard"]}
     for event in found["guard"]["events"]:
         assert [event.pop(key) for key in list(event)[-6:]] == ["", None, None, "", False, False]
@@ -119,7 +119,7 @@ def test_every_value_becomes_json():
 
 def test_verdict_words_are_the_contracts():
     contracts = {"clean", "recovered", "stopped", "bad_weights", "bad_input", "not_precision", "device_fault"}
-    assert {"clean", *verdicts.ADVICE} == contracts == {*get_args(report.Verdict)}
+    assert {*verdicts.VERDICTS} == contracts == {*get_args(report.Verdict)}
 
 
 def test_the_device_section_is_what_the_device_can_do():
