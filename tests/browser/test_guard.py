@@ -10,7 +10,7 @@ import pytest
 from browser.comfy_page import WORKFLOWS, ComfyPage
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.base.message import Message, joined, messages_in
-from halfsafe.precision.guard import verdicts
+from halfsafe.precision.guard.verdicts import VERDICTS
 from halfsafe.precision.report.schema import GuardReport, LayerReport, ModelReport, Report
 
 EVENT = {
@@ -48,7 +48,7 @@ REPORT = Report(
     guard=GuardReport("recovered", 2),
 ).to_json()
 WORDS = json.loads((WORKFLOWS.parent / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
-ADVICE = verdicts.VERDICTS["bad_weights"].advice
+ADVICE = VERDICTS["bad_weights"].advice
 ENGLISH = """(selector) => [...document.querySelectorAll(selector)].flatMap((e) => e.textContent.match(/[a-z]+ [a-z]+ [a-z]+ [a-z]+/g) ?? [])"""
 
 
@@ -436,3 +436,16 @@ def test_the_setting_alone_guards_every_run(opened_page: ComfyPage, small_models
             "() => document.querySelector('.hs-sidebar .hs-watch select').selectedOptions[0].textContent"
         ).startswith(setting)
         comfy.evaluate(TOGGLE_TAB)
+
+
+def test_a_verdict_is_shown_by_what_is_said_of_it(comfy: ComfyPage) -> None:
+    """A report of an earlier version says nothing of its verdict: words without a colour. A verdict that the page has no word of has its row's."""
+    pill, heading = comfy.page.locator(".hs-title .hs-verdict"), ".hs-guard .hs-happened"
+    guard = {key: value for key, value in REPORT["guard"].items() if key != "about"}
+    comfy.show_report({**REPORT, "guard": guard}, is_old=True)
+    assert (pill.inner_text(), pill.get_attribute("data-tone")) == ("recovered", None)
+    assert comfy.page.locator(heading).count() == 0
+    about = {**VERDICTS["recovered"].shown(), "cause": "New words"}
+    comfy.show_report({**REPORT, "guard": {**guard, "verdict": "a_new_one", "about": about}}, is_old=True)
+    assert (pill.inner_text(), pill.get_attribute("data-tone")) == ("a new one", "warn")
+    assert "Black image prevented" in comfy.page.inner_text(heading)
