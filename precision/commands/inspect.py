@@ -41,16 +41,12 @@ ROTATED_APART = (
 )
 
 
-@dataclass(frozen=True)
-class _FileFinding:
-    """A fault that makes a file unsafe to run.
+def _problem(tensor: str, kind: str, text: str) -> dict[str, str]:
+    """Return an entry of ``problems``: a fault that makes a file unsafe to run.
 
     ``kind``: nan, inf, scale, fp16_range, undecided, zeros or unreadable.
     """
-
-    tensor: str
-    kind: str
-    text: str
+    return {"tensor": tensor, "kind": kind, "text": text}
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ class Inspection:
     dtypes: dict[str, dict[str, int]]
     model: str | None = None
     scales: dict[str, int] = field(default_factory=dict)
-    problems: list[_FileFinding] = field(default_factory=list)
+    problems: list[dict[str, str]] = field(default_factory=list)
     in_comfyui: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     card: dict | None = None
@@ -101,15 +97,15 @@ def inspect_file(path, values: bool = False, progress: Callable[[int], None] | N
     """
     file = open_checkpoint(path)
     found = Inspection(str(path), None, file.data_bytes, 0, len(file), 0, _dtypes(file), card=card_in(file.metadata))
-    problems: list[_FileFinding] = []
+    problems: list[dict[str, str]] = []
     weights: Mapping[str, StoredWeight] = {}
     try:
         checkpoint = read_checkpoint(file, file.metadata, path)
         weights = checkpoint.weights
-        problems += [_FileFinding(name, "undecided", text) for name, text in checkpoint.undecided.items()]
+        problems += [_problem(name, "undecided", text) for name, text in checkpoint.undecided.items()]
         found = replace(found, **_described(checkpoint))
     except CheckpointError as error:
-        problems.append(_FileFinding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
+        problems.append(_problem(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
     if values:
         problems += _value_problems(file, weights, progress)
     return replace(found, values=values, problems=problems)
@@ -163,21 +159,21 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
 
 def _value_problems(
     file: TensorFile, weights: Mapping[str, StoredWeight], progress: Callable[[int], None] | None = None
-) -> list[_FileFinding]:
+) -> list[dict[str, str]]:
     """Read every tensor of a file once, and list the problems of their values."""
-    problems: list[_FileFinding] = []
+    problems: list[dict[str, str]] = []
     places: dict[str, list[int]] = {str(path): [] for path in file.files}
     for name, tensor in file.items():
         entry = file.entries[name]
         places[str(entry.file)] += zero_places(tensor, entry.start)
         weight = weights.get(name, StoredWeight(name, tensor))
         where = f", in {entry.file.name}" if len(file.files) > 1 else ""
-        problems += [_FileFinding(name, kind, text + where) for kind, text in _faults(weight).items()]
+        problems += [_problem(name, kind, text + where) for kind, text in _faults(weight).items()]
         file.release(name)
         if progress:
             progress(tensor.nbytes)
     runs = dict.fromkeys([*zero_runs(file), *zero_runs(file, places)])
-    return [*(_FileFinding(run.tensor, "zeros", str(run)) for run in runs), *problems]
+    return [*(_problem(run.tensor, "zeros", str(run)) for run in runs), *problems]
 
 
 def _faults(weight: StoredWeight) -> dict[str, str]:
@@ -214,7 +210,7 @@ def inspection_text(inspection: Inspection) -> str:
     facts += [("scales", scales), ("problems", _verdict(inspection))]
     lines = [inspection.file, table([(f"  {name}", text) for name, text in facts if text])]
     lines += section("card", card_lines(inspection.card or {}))
-    lines += section("problems", [_line(finding) for finding in inspection.problems])
+    lines += section("problems", [*map(_line, inspection.problems)])
     lines += section("stock ComfyUI", inspection.in_comfyui)
     return "\n".join(lines + section("notes", inspection.notes))
 
@@ -225,8 +221,8 @@ def _verdict(inspection: Inspection) -> str:
     return "none" if inspection.values else "none in headers and scales; --values reads the values too"
 
 
-def _line(finding: _FileFinding) -> str:
-    return finding.text if finding.kind in ("scale", "unreadable") else f"{finding.tensor}: {finding.text}"
+def _line(problem: dict[str, str]) -> str:
+    return problem["text"] if problem["kind"] in ("scale", "unreadable") else f"{problem['tensor']}: {problem['text']}"
 
 
 def section(title: str, items: list[str]) -> list[str]:

@@ -117,7 +117,7 @@ def test_of_a_model_in_parts_the_damaged_one_is_named(tmp_path, fault):
     save_file(bad, second)
     with pytest.raises(NonFiniteWeight, match=f"{second.name}: tensor '{LAYER}"):
         convert_file(first, tmp_path / "out.safetensors", "fp8_e4m3fn", NO_RULES)
-    assert second.name in inspect_file(first, values=True).problems[0].text
+    assert second.name in inspect_file(first, values=True).problems[0]["text"]
     assert sorted(tmp_path.iterdir()) == [first, second]
 
 
@@ -233,7 +233,7 @@ def test_inspect_tells_dialect_scales_and_what_comfyui_would_do(tmp_path, writer
 def test_inspect_reports_a_lost_scale_as_a_problem(tmp_path):
     save_file({"a.weight": torch.ones(4, 4).to(E4M3), "a.my_scale": torch.ones(1)}, tmp_path / "a.safetensors")
     inspection = inspect_file(tmp_path / "a.safetensors")
-    assert inspection.dialect is None and "a.my_scale" in inspection.problems[0].text
+    assert inspection.dialect is None and "a.my_scale" in inspection.problems[0]["text"]
 
 
 @pytest.mark.parametrize("writer", [dialects.plain, dialects.comfy_quant, dialects.modelopt, dialects.block_wise])
@@ -273,7 +273,7 @@ def test_scan_names_tensor_and_fault(tmp_path, fault):
     tensors, name, text = FAULTS[fault]
     save_file(tensors, tmp_path / "a.safetensors")
     problems = inspect_file(tmp_path / "a.safetensors", values=True).problems
-    assert [finding.tensor for finding in problems] == [name] and text in problems[0].text
+    assert [problem["tensor"] for problem in problems] == [name] and text in problems[0]["text"]
 
 
 def test_scan_takes_zero_weights_and_rows_in_range(tmp_path):

@@ -16,12 +16,12 @@ from support.shipped import ROOT, tracked_files
 
 AT_MOST = {
     "places that put a forward on a module": 4,
-    "record types": 68,
-    "public names": 811,
+    "record types": 60,
+    "public names": 662,
     "questions of format or scale": 0,
-    "states of a module": 21,
-    "states of a page's module": 7,
-    "lines over 100 columns, in thousandths": 66,
+    "states of a module": 17,
+    "states of a page's module": 4,
+    "lines over 100 columns, in thousandths": 67,
 }
 """What is counted -> how many there may be. A lower count is written here; a higher one names in its commit what it replaces."""
 IS_STATE = re.compile(r"WeakKeyDictionary|ContextVar|threading\.|^\{\}$|^set\(\)$|^\[\]$|deque\(")
@@ -149,11 +149,19 @@ def test_air_docstrings_and_comments_are_free() -> None:
     ) == (3, 10)
 
 
+@cache
+def size_of_the_product() -> tuple[int, float]:
+    """Count (lines that bear code, tokens a line)."""
+    sizes = [size_of(source) for source in sources()]
+    lines = sum(size[0] for size in sizes)
+    return lines, sum(size[1] for size in sizes) / lines
+
+
 @pytest.mark.parametrize("what", COUNTS)
 def test_a_count_of_ideas_only_falls(what: str) -> None:
     found = COUNTS[what]()
-    sizes = [size_of(source) for source in sources()]
-    lines, tokens = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
-    print(f"{found} {what}, at most {AT_MOST[what]}; {lines} lines of code, {tokens / lines:.2f} tokens a line")
+    lines, tokens = size_of_the_product()
+    print(f"{found} {what}, at most {AT_MOST[what]}; {lines} lines of code, {tokens:.2f} tokens a line")
     assert found <= AT_MOST[what], "more than before: the commit that raises a count says what goes for it"
-    assert found == AT_MOST[what], "fewer than written: write the new count in AT_MOST"
+    is_share = what.endswith("in thousandths")  # a share moves with every file that grows or goes
+    assert is_share or found == AT_MOST[what], "fewer than written: write the new count in AT_MOST"
