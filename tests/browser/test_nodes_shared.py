@@ -104,6 +104,7 @@ def drag_from_library(comfy: ComfyPage, name: str) -> None:
 @pytest.mark.drawn
 def test_the_block_has_its_file_and_storage_on_its_face(comfy: ComfyPage) -> None:
     """The first file of the list; what is chosen on the face runs, and is kept in a file."""
+    comfy.evaluate("async () => { await app.refreshComboInNodes(); }")  # files came since the page was opened
     drag_from_library(comfy, BLOCK)
     listed = comfy.evaluate("async () => (await fetch('/object_info/HalfsafeLoadDiffusionModel')).json()")
     first, *_, last = listed["HalfsafeLoadDiffusionModel"]["input"]["required"]["model_name"][1]["options"]
