@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from halfsafe.precision.guard.verdicts import VERDICTS
 from safetensors.torch import load_file, save_file
 from setup.comfyui_server import Server, error_text
 from setup.workflow import node
@@ -72,14 +73,23 @@ def test_the_report_tells_what_the_guard_of_the_vae_saw_in_its_prompt(running: S
     prompt["10"]["inputs"]["after"] = ["7", 0]
     for seed in (7, 8):
         prompt["6"]["inputs"]["seed"] = seed
-        _, entry = told(running, prompt)
+        events, entry = told(running, prompt)
         (report,) = entry["outputs"]["10"]["halfsafe_report"]
         (encoder,) = json.loads(report)["encoders"]
+        for judged in (*events, encoder, json.loads(report)["guard"]):
+            assert judged["about"] == VERDICTS[judged["verdict"]].shown(), "what the page decides by comes along"
         assert (encoder["node"], encoder["kind"], encoder["verdict"]) == ("11", "VAE", "recovered")
         assert len(encoder["messages"]) == 1 and "VAE decode" in encoder["messages"][0], "of this prompt alone"
     prompt["3"]["inputs"]["dtype"] = "fp32"
     _, entry = told(running, prompt)
     (report,) = entry["outputs"]["10"]["halfsafe_report"]
-    assert json.loads(report)["encoders"] == [
-        {"node": "11", "kind": "VAE", "verdict": "clean", "messages": [], "advice": "", "calls": 1}
-    ]
+    (encoder,) = json.loads(report)["encoders"]
+    assert encoder == {
+        "node": "11",
+        "kind": "VAE",
+        "verdict": "clean",
+        "messages": [],
+        "advice": "",
+        "calls": 1,
+        "about": VERDICTS["clean"].shown(),
+    }
