@@ -300,12 +300,12 @@ CONTRAST = """() => {
     const over = (top, below) => ({ r: top.r * top.a + below.r * (1 - top.a), g: top.g * top.a + below.g * (1 - top.a), b: top.b * top.a + below.b * (1 - top.a), a: 1 });
     const light = ({ r, g, b }) => [r, g, b].map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
         .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-    const ground = (e) => { const layers = []; for (; e; e = e.parentElement) { const c = rules_from(getComputedStyle(e).backgroundColor).own; layers.push(c); if (c.a === 1) break; }
+    const ground = (e) => { const layers = []; for (; e; e = e.parentElement) { const c = parse(getComputedStyle(e).backgroundColor); layers.push(c); if (c.a === 1) break; }
         return layers.reverse().reduce((below, top) => over(top, below)); };
     let worst = { ratio: 99 };
     for (const e of document.querySelectorAll(".hs-panel *")) {
         if (![...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim()) || e.closest(":disabled") || e.closest("[hidden]")) continue;
-        const below = ground(e), text = over(rules_from(getComputedStyle(e).color).own, below);
+        const below = ground(e), text = over(parse(getComputedStyle(e).color), below);
         const [a, b] = [light(below), light(text)].sort((x, y) => y - x);
         const ratio = (a + 0.05) / (b + 0.05);
         if (ratio < worst.ratio) worst = { ratio, text: e.textContent.slice(0, 40), of: e.className, color: getComputedStyle(e).color };
