@@ -68,7 +68,7 @@ def test_fp8_that_was_scaled_and_has_no_scales_is_told(tmp_path, how, dtype, row
     assert checkpoint.dialects == (WITHOUT_SCALES,)
     for values in (False, True):
         problems = inspect_file(path, values).problems
-        assert [problem.text for problem in problems] == [SCALES_ELSEWHERE] * len(LAYERS)
+        assert [problem["text"] for problem in problems] == [SCALES_ELSEWHERE] * len(LAYERS)
 
 
 def with_outlier(weight):
@@ -170,8 +170,8 @@ def test_marks_and_the_table_that_contradict_each_other_are_told_with_both_value
     weight = checkpoint.weights["blocks.0.ffn.0.weight"]
     assert weight.settings[key] == stated, "the table is read, as ComfyUI reads it"
     expected = f"{key} is {json.dumps(marked)} in comfy_quant and {json.dumps(stated)} in the header's table"
-    assert all(expected in problem.text for problem in inspect_file(path).problems)
-    assert {problem.tensor for problem in inspect_file(path).problems} == {
+    assert all(expected in problem["text"] for problem in inspect_file(path).problems)
+    assert {problem["tensor"] for problem in inspect_file(path).problems} == {
         "blocks.0.ffn.0.weight",
         "blocks.0.ffn.2.weight",
     }

@@ -77,11 +77,11 @@ def told_everywhere(path, hole, folder):
     (problem,) = inspect_file(path, values=True).problems
     lost = tensors_between(path, *hole)
     expected = f"bytes {hole[0]} to {hole[1]} of {path.name} hold only zeros ({len(lost)} tensors, from {lost[0]} to {lost[-1]})"
-    assert (problem.kind, problem.tensor) == ("zeros", lost[0]) and expected in problem.text
+    assert (problem["kind"], problem["tensor"]) == ("zeros", lost[0]) and expected in problem["text"]
     checkpoint = read(path)
     notes = [*checkpoint.notes, *checkpoint.zero_notes()]
     converted = convert_file(path, folder / "converted.safetensors", "as_file", rules_from())
-    assert notes.count(problem.text) == 1 and converted.notes.count(problem.text) == 1
+    assert notes.count(problem["text"]) == 1 and converted.notes.count(problem["text"]) == 1
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0.3, None), (0.52, 0.9), (0.0, 0.4)])
@@ -167,7 +167,7 @@ def test_zeros_are_told_of_the_part_of_a_set_that_has_them(tmp_path):
         }
         save_file(part, tmp_path / f"model-0000{number}-of-00002.safetensors")
     (problem,) = inspect_file(tmp_path / "model-00001-of-00002.safetensors", values=True).problems
-    assert "8 tensors" in problem.text and "model-00002-of-00002.safetensors" in problem.text
+    assert "8 tensors" in problem["text"] and "model-00002-of-00002.safetensors" in problem["text"]
 
 
 def test_layers_that_start_at_zero_are_no_damage(tmp_path):

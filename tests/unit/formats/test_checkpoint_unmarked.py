@@ -52,7 +52,7 @@ def outcome(path, weights):
             inspect_file(path).notes,
             converted.notes,
             checkpoint.notes,
-            [finding.text for finding in inspect_file(path, values=True).problems],
+            [problem["text"] for problem in inspect_file(path, values=True).problems],
         ]
         return "told" if all(any(what in note for note in notes) for notes in told) else "WRONG"
     return "right" if max(errors) < 0.2 else "WRONG"
