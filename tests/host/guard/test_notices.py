@@ -25,5 +25,5 @@ LINES = [
 def test_advice_is_sent_with_its_line(comfy, monkeypatch, advice: str, line: str) -> None:
     sent = []
     monkeypatch.setattr(notices, "send", lambda event, data: sent.append(data))
-    notices.notifier("1")("verdict", "stopped", "It failed.", NAN_GUARD.worded(advice))
+    notices.guard_log("retry_higher", "1").notify("verdict", "stopped", "It failed.", NAN_GUARD.worded(advice))
     assert [(data["advice"], data["line"]) for data in sent] == [(advice, line)]
