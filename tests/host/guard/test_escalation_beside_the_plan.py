@@ -2,7 +2,7 @@
 
 import pytest
 from halfsafe.nodes.host.compute.per_model import runs_in
-from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.guard.model import Guard
 from halfsafe.precision.plan.rules import rules_from
 from support import families
 from support.measures import relative_error
@@ -19,7 +19,7 @@ def falls_back(monkeypatch):
 def on_the_rung(model):
     """The model, in whose calls the guard runs ``fp16_safe``."""
     model.pre_run()
-    guarded = guard_of(model).states.of(model.model)
+    guarded = Guard.on(model).states.of(model.model)
     guarded.grow(guarded.plan.safe())
     return model
 
