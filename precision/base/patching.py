@@ -16,15 +16,16 @@ Watch = Callable[..., Any]
 PutsWatch = Callable[[torch.nn.Module, Watch], list[Patch]]
 
 
-def watched_forward(module: torch.nn.Module, watch: Watch) -> list[Patch]:
-    """Return the patches by which a module's calls run through ``watch``."""
-    forward = module.forward
+def watched_forward(module: torch.nn.Module, watch: Watch, method: str = "forward") -> list[Patch]:
+    """Return the patches by which a module's calls, or those of another ``method`` in place of its
+    forward, run through ``watch``."""
+    forward = getattr(module, method)
 
     # No ``partial``: torch.compile makes a graph anew for each object on a module that is not a function.
     def run(*args: Any, **kwargs: Any) -> Any:
         return watch(forward, *args, **kwargs)
 
-    return [(module, "forward", run)]
+    return [(module, method, run)]
 
 
 @contextmanager

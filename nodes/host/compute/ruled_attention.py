@@ -2,12 +2,13 @@
 forward."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from ....precision.base.layers import kind_of
 from ....precision.base.message import Message
-from ....precision.base.patching import Patch
+from ....precision.base.patching import Patch, watched_forward
 from ....precision.plan.choice import WithoutEffect
 from ....precision.plan.rules import Rule
 from ..comfyui.layers import is_called_by_items
@@ -53,23 +54,21 @@ class RuledAttention:
     def patches(self) -> list[Patch]:
         """Return the patches that track whether a block is running."""
         return [
-            (self._blocks[name], method, self._noted(name, getattr(self._blocks[name], method)))
+            patch
             for name, methods in self._methods.items()
             for method in methods
+            for patch in watched_forward(self._blocks[name], partial(self._noted, name), method)
         ]
 
-    def _noted(self, name: str, forward: Callable) -> Callable:
-        def run(*args, **kwargs):
-            seen = self._seen
-            self._depth += 1
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._depth -= 1
-                if self._seen > seen:
-                    self.ran_in[name] = self.rules[name]
-
-        return run
+    def _noted(self, name: str, forward: Callable, *args, **kwargs):
+        seen = self._seen
+        self._depth += 1
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._depth -= 1
+            if self._seen > seen:
+                self.ran_in[name] = self.rules[name]
 
     def ran_in_blocks(self) -> list[str]:
         """List the blocks in which an attention ran, without those inside of others."""

@@ -72,7 +72,8 @@ def nodes() -> Iterator[ast.AST]:
 
 
 def is_forward(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value == "forward"
+    """True for the name of a forward, and for a variable that holds it."""
+    return (isinstance(node, ast.Constant) and node.value == "forward") or ast.unparse(node) == "method"
 
 
 def puts_a_forward(node: ast.AST) -> bool:
