@@ -240,7 +240,7 @@ def test_report_badge_and_log_name_the_layers_and_the_argument(comfy, wan, call,
     assert any(OWN_CODE.partition("{} ")[2].format(GAIN) in word for word in badge)
 
 
-def test_the_pack_that_replaced_a_layer_s_code_is_named(monkeypatch):
+def test_a_layer_whose_code_a_pack_replaced_runs_that_code_and_the_pack_is_named_for_an_argument(monkeypatch):
     """A function that stands in a folder of ``custom_nodes``, and takes what ComfyUI's own does not."""
     linear = comfy.ops.disable_weight_init.Linear
     forward = imagined_cores.taking(linear.forward, "keyword")
@@ -248,9 +248,12 @@ def test_the_pack_that_replaced_a_layer_s_code_is_named(monkeypatch):
     monkeypatch.setattr(linear, "forward", forward)
     layer, x = a_layer("Linear")
     planned = PlannedLayers(ComputePlan.of_layers({"a": LayerPlan(mode="fp16_wide", stream="fp32")}), {"a": layer})
+    assert not planned.operations
     with patched(planned.patches):
         assert relative_error(linear.forward(layer, x, gain=2.0), layer(x, gain=2.0)) < 1e-6
     model = SimpleNamespace(diffusion_model=torch.nn.ModuleDict({"a": layer}))
+    assert gate.met_in(model) == {}
+    gate.Gate.of(layer, True).note_met([GAIN])
     assert [*gate.met_in(model).values()] == [MET.format("The pack faster_layers", GAIN, VERSION, "a")]
 
 

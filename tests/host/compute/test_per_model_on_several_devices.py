@@ -30,6 +30,8 @@ def split(monkeypatch):
     from comfy_extras.nodes_multigpu import MultiGPUCFGSplitNode
 
     monkeypatch.setattr(comfy.model_management, "get_all_torch_devices", lambda exclude_current=False: DEVICES)
+    # An entry whose patcher is gone is None to its search for a clone (comfy/multigpu.py, 0.30), until something is loaded.
+    monkeypatch.setattr(comfy.model_management, "current_loaded_models", [])
     return lambda model: MultiGPUCFGSplitNode.execute(model, 2).args[0]
 
 
