@@ -75,7 +75,7 @@ def _watching(model: torch.nn.Module, products: Products) -> Iterator[None]:
 
 
 def _note_input(products: Products, name: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-    given = (args or (*kwargs.values(),))[0]
+    given = args[0] if args else kwargs.get("input")  # as torch's and ComfyUI's matrix layers name it
     if STANDING not in vars(module) and isinstance(given, torch.Tensor):
         products[name] = name_of(given.dtype), False
 

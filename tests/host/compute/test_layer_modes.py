@@ -8,6 +8,7 @@ import torch
 from comfy import model_management
 from halfsafe.nodes.host.comfyui import layers
 from halfsafe.nodes.host.compute.layer_modes import CALLED_IN_FP32, states_of
+from halfsafe.nodes.host.replay import seen
 from halfsafe.nodes.host.reporting.badge import with_live_report
 from support import dialects, families, guarding, model_files
 from support.families import with_compute
@@ -193,3 +194,11 @@ def test_a_compute_that_leaves_comfyuis_fp8_products_says_so(comfy, fast, comput
         said = [each["reason"] for each in found["without_effect"] if each["setting"] == f"compute={compute}"]
         assert bool(said) == told and (bool(left) or not told)
         assert all(f"ComfyUI multiplies {len(left)} layers in fp8 itself" in reason for reason in said)
+
+
+@pytest.mark.parametrize("first", ["input", "residual"])
+def test_the_input_of_a_layer_is_read_by_its_name(first):
+    """A call by keywords, of which another tensor may be the first."""
+    given = {"input": torch.ones(2, 4, dtype=torch.float16), "residual": torch.ones(2, 4)}
+    seen._note_input(products := {}, "a", torch.nn.Linear(4, 4), (), {first: given[first], **given})
+    assert products == {"a": ("fp16", False)}
