@@ -23,7 +23,6 @@ PAGE = """const { halveMemory } = await import("/extensions/Halfsafe-Pack/memory
 SMALL = """set(model, "unet_name", "wan.safetensors"); set(model, "weight_dtype", "default"); set(clip, "device", "default"); set(clip, "clip_name", "clip_l.safetensors"); set(clip, "type", "sd3"); set(vae, "vae_name", "wan_vae.safetensors");
     const video = put("EmptyHunyuanLatentVideo", 400, 700); for (const [name, value] of [["width", 64], ["height", 64], ["length", 1]]) set(video, name, value);
     wire(video, "LATENT", sampler, "latent_image"); app.graph.remove(latent); set(sampler, "steps", 2); set(sampler, "cfg", 6);"""
-USED = {"HalfsafeLoadDiffusionModel", "HalfsafeLoadCheckpoint"}
 EXCHANGED = {"UNETLoader": "HalfsafeLoadDiffusionModel", "CheckpointLoaderSimple": "HalfsafeLoadCheckpoint"}
 BUTTON = ".hs-panel .hs-button:text-is('Use this')"
 COPY = ".hs-panel .hs-button:text-is('Copy as a row')"

@@ -183,9 +183,6 @@ def _size(module) -> int:
     return vram_aligned_size([module.weight, module.bias])
 
 
-STATES = ("resident", "streamed")
-
-
 @contextlib.contextmanager
 def aimdo_stubbed(*models, state: str) -> Iterator[None]:
     """ComfyUI's own functions run as under dynamic VRAM, for the matrices of models that are loaded and have no patches;

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-import types
 from collections.abc import Callable, Iterator
 
 import torch
 
 GAIN = "gain"
 """The parameter that no ComfyUI has. It multiplies a result; None changes nothing."""
-NEW = "brand_new"
-"""A parameter that nobody passes."""
 LINEAR, MIXED = "Linear", "mixed Linear"
 LAYERS = (
     LINEAR,
@@ -363,13 +359,6 @@ def moved() -> Iterator[None]:
                 if name in vars(cls):
                     held.enter_context(changed(vars(cls)[name], "__module__", "comfy.operations"))
         yield
-
-
-def module_with(name: str, **functions: Callable) -> types.ModuleType:
-    """A module of ComfyUI's that no version has."""
-    module = sys.modules[name] = types.ModuleType(name)
-    vars(module).update(functions)
-    return module
 
 
 @contextlib.contextmanager

@@ -162,8 +162,6 @@ VAES = {
         },
     ),
 }  # fmt: skip
-FP32_ONLY = ("MMAudio", "LTX audio", "MiniMax audio")
-"""ComfyUI runs these in fp32 alone; TripoSplat's decoder is not called through ``VAE``."""
 
 
 def is_known(name: str) -> bool:
